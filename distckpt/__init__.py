@@ -1,0 +1,71 @@
+"""distckpt: a checkpoint exists only when every rank's bytes are durable.
+
+The names below are the whole public surface. Those that need torch are imported when they are first used, so that
+``distckpt ls`` and readers of a root feel instant.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import (
+    ConfigError,
+    CoordinationError,
+    CoordinatorLost,
+    DiskFull,
+    DistckptError,
+    IntegrityError,
+    LeaseLost,
+    MarkerError,
+    MemberMissing,
+    NoUsableCheckpoint,
+    RankDisagreement,
+    RankFailure,
+    RankLost,
+    RankTimeout,
+    ResumeError,
+    RootInUse,
+    SaveError,
+    StepAlreadyExists,
+    StepNotFound,
+    WorldMismatch,
+)
+from distckpt.leases import Lease
+from distckpt.reader import Root
+from distckpt.reader import open_root as open
+from distckpt.retention import KeepAll, KeepBest, KeepEvery, KeepLast
+
+if TYPE_CHECKING:
+    from distckpt.manager import CheckpointManager, Timeouts
+    from distckpt.payloads.dcp import DCP
+    from distckpt.payloads.members import Member
+    from distckpt.payloads.shards import Shards
+    from distckpt.payloads.train_state import TrainState
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "CheckpointManager": "distckpt.manager",
+    "Timeouts": "distckpt.manager",
+    "TrainState": "distckpt.payloads.train_state",
+    "Shards": "distckpt.payloads.shards",
+    "DCP": "distckpt.payloads.dcp",
+    "Member": "distckpt.payloads.members",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'distckpt' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+__all__ = [
+    "Checkpoint", "CheckpointManager", "ConfigError", "CoordinationError", "CoordinatorLost", "DCP", "DiskFull",
+    "DistckptError", "IntegrityError", "KeepAll", "KeepBest", "KeepEvery", "KeepLast", "Lease", "LeaseLost",
+    "MarkerError", "Member", "MemberMissing", "NoUsableCheckpoint", "RankDisagreement", "RankFailure", "RankLost",
+    "RankTimeout", "ResumeError", "Root", "RootInUse", "SaveError", "Shards", "StepAlreadyExists", "StepNotFound",
+    "Timeouts", "TrainState", "WorldMismatch", "open",
+]

@@ -1,0 +1,221 @@
+"""What a root holds, and the health of each entry. Reads only.
+
+One gate for everybody: resume, rotation, ``latest``, leases and the command all ask here whether a directory is a
+committed checkpoint, so that there is no side door to a half-written one (FIELD_CASES B03).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt import digest as _digest
+from distckpt import marker as _marker
+from distckpt.durable import GONE, Files, walk
+from distckpt.errors import ConfigError, MarkerError
+from distckpt.layout import HOME, MARKER, POINTER, Layout, Naming, series_of
+from distckpt.marker import FileEntry, Head, Marker
+
+DEFAULT_NAMING = "step-{step}"
+_RECORD_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class RootRecord:
+    """root.json: made once with the root."""
+
+    run: str
+    naming: Naming
+    format: int = 1
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"format": self.format, "run": self.run, "naming": self.naming.template}).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory whose name is a checkpoint's. ``head`` is None when it is not committed; ``problem`` says why."""
+
+    name: str
+    step: int
+    series: str
+    head: Head | None
+    problem: str | None = None
+
+    @property
+    def committed(self) -> bool:
+        return self.head is not None and self.problem is None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Age by commit; adopted ones (seq 0) before every commit, by step."""
+        assert self.head is not None
+        return self.head.seq, self.step
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a file is not what the marker says. ``certain`` is positive evidence; otherwise we could not tell (S23)."""
+
+    path: str
+    what: str
+    certain: bool = True
+
+
+def read_record(files: Files, layout: Layout) -> RootRecord | None:
+    """root.json, or None when there is none."""
+    try:
+        data = files.read(layout.record, _RECORD_LIMIT)
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
+    try:
+        value = json.loads(data)
+        number, run, template = value["format"], value["run"], value["naming"]
+        if number > 1:
+            raise MarkerError(f"{layout.record} has format {number}, newer than this version reads; upgrade distckpt",
+                              files={layout.record: "newer format"})
+        return RootRecord(str(run), Naming.parse(template), int(number))
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise MarkerError(f"{layout.record} is not readable ({error}); restore it, or remove it and start the run with "
+                          "run_id= and naming= given: they are then taken from the newest marker",
+                          files={layout.record: str(error)}) from error
+
+
+def scan(files: Files, layout: Layout, naming: Naming) -> list[Entry]:
+    """Every entry of the root whose whole name is a checkpoint's, read by its head, newest commit first.
+
+    Empty directories are no checkpoints (S13). Errors of the listing itself are raised: a root that cannot be
+    listed is not an empty root (S7).
+    """
+    found = []
+    for item in files.scan(layout.root):
+        if item.name in (HOME, POINTER):
+            continue
+        parsed = series_of(naming, item.name)
+        if parsed is None:
+            continue
+        entry = look(files, layout.root, item.name, item.kind, parsed)
+        if entry is not None:
+            found.append(entry)
+    found.sort(key=lambda e: (e.committed, e.order if e.head else (-1, e.step)), reverse=True)
+    return found
+
+
+def look(files: Files, parent: str, name: str, kind: str, parsed: tuple[str, int]) -> Entry | None:
+    """The entry ``name`` under ``parent``; None for an empty directory."""
+    series, step = parsed
+    path = os.path.join(parent, name)
+    if kind != "dir":
+        return Entry(name, step, series, None, f"it is a {'symlink' if kind == 'link' else kind}, not a directory")
+    try:
+        head = _marker.parse_head(files.read(os.path.join(path, MARKER), _marker.HEAD_LIMIT), f"{name}/{MARKER}")
+    except MarkerError as error:
+        return Entry(name, step, series, None, next(iter(error.files.values())))
+    except OSError as error:
+        if error.errno not in GONE:
+            return Entry(name, step, series, None, f"its marker cannot be read: {error.strerror or error}")
+        try:
+            if not files.scan(path):
+                return None
+        except OSError as inner:
+            return Entry(name, step, series, None, f"it cannot be listed: {inner.strerror or inner}")
+        return Entry(name, step, series, None, f"it has files but no {MARKER}: never committed, or not written by distckpt")
+    return Entry(name, step, series, head, identity_problem(head, name, parsed))
+
+
+def identity_problem(head: Head, name: str, parsed: tuple[str, int]) -> str | None:
+    """A marker speaks for one exact name, step and series; a copy under another name is not that checkpoint (S24)."""
+    if head.name != name:
+        return f"its marker belongs to {head.name!r}, not {name!r} (a renamed or padded copy)"
+    if (head.series, head.step) != parsed:
+        return f"its marker says step {head.step} of series {head.series!r}"
+    return None
+
+
+def read_marker(files: Files, directory: str) -> Marker:
+    """The whole marker of ``directory``, sealed and checked; MarkerError or OSError."""
+    path = os.path.join(directory, MARKER)
+    return _marker.parse(files.read(path, _marker.SIZE_LIMIT), path)
+
+
+def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = False,
+               between: Callable[[int], None] | None = None) -> Problem | None:
+    """None when the file is there as the marker says: regular, of its size, and with ``digest`` of its bytes."""
+    path = os.path.join(directory, entry.path)
+    try:
+        seen = files.stat(path)
+        if seen.kind != "file":
+            return Problem(entry.path, f"is a {seen.kind}, not a regular file")
+        if seen.size != entry.size:
+            return Problem(entry.path, f"has {seen.size} bytes, the marker says {entry.size}")
+        if digest:
+            if entry.digest is None:
+                return Problem(entry.path, "has no digest in the marker, so its bytes cannot be verified", certain=False)
+            size, text = _digest.of_file(files, path, between)
+            if (size, text) != (entry.size, entry.digest):
+                return Problem(entry.path, f"has digest {text}, the marker says {entry.digest}")
+    except OSError as error:
+        if error.errno in GONE:
+            return Problem(entry.path, "is missing")
+        if error.errno == errno.ELOOP:
+            return Problem(entry.path, "is reached through a symlink")
+        return Problem(entry.path, f"cannot be read: {error.strerror or error}", certain=False)
+    return None
+
+
+def check_files(files: Files, directory: str, entries: Iterable[FileEntry], digest: bool = False) -> list[Problem]:
+    found = (check_file(files, directory, entry, digest) for entry in entries)
+    return [problem for problem in found if problem is not None]
+
+
+def strangers(files: Files, directory: str, known: Iterable[str]) -> list[str]:
+    """Files and links under ``directory`` that ``known`` does not name, the marker aside."""
+    names = set(known)
+    return [relative for relative, item in walk(files, directory)
+            if item.kind != "dir" and relative != MARKER and relative not in names]
+
+
+def read_json(files: Files, path: str) -> dict[str, Any] | None:
+    """A small record of ours; None when it is absent or torn (it is advice, never an authority)."""
+    try:
+        value = json.loads(files.read(path, _RECORD_LIMIT))
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_pointer(files: Files, layout: Layout) -> str | None:
+    """The name in ``latest``: a convenience, never an authority."""
+    try:
+        text = files.read(layout.pointer, 4096).decode("utf-8", "replace").strip()
+    except OSError as error:
+        if error.errno in GONE or error.errno == errno.EINVAL:
+            return None
+        raise
+    return text or None
+
+
+def rejections(files: Files, layout: Layout) -> dict[str, str]:
+    """{attempt: reason} of what resume or verify found bad."""
+    try:
+        items = files.scan(layout.home("rejected"))
+    except OSError as error:
+        if error.errno in GONE:
+            return {}
+        raise
+    found = {}
+    for item in items:
+        if item.name.endswith(".json"):
+            value = read_json(files, layout.home("rejected", item.name)) or {}
+            found[item.name[:-5]] = str(value.get("reason", "rejected earlier"))
+    return found

@@ -1,0 +1,107 @@
+"""A committed checkpoint, as the caller holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt import catalog
+from distckpt.catalog import Problem
+from distckpt.durable import REAL, Files
+from distckpt.errors import IntegrityError, MemberMissing, WorldMismatch
+from distckpt.layout import rank_name
+from distckpt.marker import FileEntry, Marker
+
+
+class Checkpoint:
+    """One committed checkpoint: immutable, exactly this attempt, wherever ``latest`` moves meanwhile."""
+
+    def __init__(self, path: str, marker: Marker, *, rank: int | None = None, world: int | None = None,
+                 files: Files = REAL) -> None:
+        self.path = path
+        self.marker = marker
+        self._rank, self._world_now, self._files = rank, world, files
+        self._by_path = {entry.path: entry for entry in marker.files}
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name!r}, step={self.step}, attempt={self.attempt!r})"
+
+    @property
+    def step(self) -> int:
+        return self.marker.head.step
+
+    @property
+    def name(self) -> str:
+        return self.marker.head.name
+
+    @property
+    def attempt(self) -> str:
+        return self.marker.head.attempt
+
+    @property
+    def seq(self) -> int:
+        return self.marker.head.seq
+
+    @property
+    def series(self) -> str:
+        return self.marker.head.series
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.marker.metrics
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self.marker.meta
+
+    @property
+    def world(self) -> int:
+        """How many ranks saved it."""
+        return self.marker.world
+
+    @property
+    def size(self) -> int:
+        """Bytes of all payload files."""
+        return self.marker.size
+
+    def has(self, path: str) -> bool:
+        """Whether the manifest names this file."""
+        return path in self._by_path
+
+    def entry(self, path: str) -> FileEntry:
+        try:
+            return self._by_path[path]
+        except KeyError:
+            raise MemberMissing(f"{self.name} holds no file {path!r}; it has {len(self._by_path)} files, such as "
+                                f"{next(iter(self._by_path), None)!r}", step=self.step, members=[path]) from None
+
+    def shared(self, name: str) -> str:
+        """The path of a file that one rank wrote for all. Local."""
+        return os.path.join(self.path, self.entry(name).path)
+
+    def mine(self, name: str, rank: int | None = None) -> str:
+        """The path of the file that this rank wrote as ``name``; WorldMismatch when another number of ranks saved.
+
+        Local. ``rank`` asks for another rank's file, whatever the number of ranks now.
+        """
+        if rank is None:
+            if self._rank is None:
+                raise MemberMissing(f"{self.name} was opened outside a group: say mine({name!r}, rank=...)",
+                                    step=self.step, members=[name])
+            if self._world_now != self.world:
+                raise WorldMismatch(f"{self.name} was saved by {self.world} ranks and is loaded by {self._world_now}: "
+                                    f"{name!r} is per rank and does not reshard; load with {self.world} ranks, or use a "
+                                    "payload that reshards (DCP)", step=self.step, saved=self.world, now=self._world_now)
+            rank = self._rank
+        return os.path.join(self.path, self.entry(rank_name(name, rank, self.world)).path)
+
+    def check(self, path: str, digest: bool = True) -> None:
+        """Raise IntegrityError unless the file is what was committed, before anything unpickles it. Local."""
+        problem: Problem | None = None
+        entry = self.entry(path)
+        problem = catalog.check_file(self._files, self.path, entry, digest=digest and entry.digest is not None)
+        if problem is not None:
+            raise IntegrityError(f"{self.name}: {problem.path} (rank {entry.rank}'s) {problem.what}; resume falls back to "
+                                 "an older checkpoint, 'distckpt verify --digest' shows all of it",
+                                 files={problem.path: problem.what})

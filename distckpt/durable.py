@@ -1,0 +1,391 @@
+"""The system calls that matter; nothing else in the package makes them.
+
+Each method of ``Files`` is one call to the kernel (one operation that can fail, or be the last one before a kill),
+so that a test can fail, kill or reorder exactly one of them. What is composed of several is a function below.
+
+An fsync that failed condemns its file: the kernel may have dropped the pages and a second fsync would succeed over
+them, so nothing here ever retries one. ``close`` is checked too (NFS reports a full disk there).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat as _stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+PIECE = 2 << 20
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "cifs", "smb3", "9p", "afs", "glusterfs", "orangefs")
+
+GONE = (errno.ENOENT, errno.ENOTDIR)
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One directory entry; ``kind`` is "dir", "file", "link" or "other"."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Stat:
+    kind: str
+    size: int
+    inode: int
+    device: int
+
+
+class Output(Protocol):
+    """A file being written through the seam."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int: ...
+    def start_writeback(self, offset: int, length: int) -> None: ...
+    def drop_cache(self, offset: int, length: int) -> None: ...
+    def fsync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def _kind(mode: int) -> str:
+    if _stat.S_ISDIR(mode):
+        return "dir"
+    if _stat.S_ISREG(mode):
+        return "file"
+    return "link" if _stat.S_ISLNK(mode) else "other"
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+_LIBC = _load_libc()
+_SYNC_RANGE = getattr(_LIBC, "sync_file_range", None)
+_SYNC_RANGE_WAIT_BEFORE, _SYNC_RANGE_WRITE, _SYNC_RANGE_WAIT_AFTER = 1, 2, 4
+
+
+class _File:
+    """One descriptor; every byte is written or an error is raised (a short write is not an error to ``os.write``)."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.write(self._fd, view[done:])
+        return done
+
+    def start_writeback(self, offset: int, length: int) -> None:
+        """Ask the kernel to begin writing this range; a pacing hint that promises nothing."""
+        if _SYNC_RANGE is not None:
+            _SYNC_RANGE(self._fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_RANGE_WRITE)
+
+    def drop_cache(self, offset: int, length: int) -> None:
+        """Wait for the range's writeback and give its pages back. Errors surface at ``fsync``, which is what counts."""
+        if _SYNC_RANGE is not None:
+            _SYNC_RANGE(self._fd, ctypes.c_int64(offset), ctypes.c_int64(length),
+                        _SYNC_RANGE_WAIT_BEFORE | _SYNC_RANGE_WRITE | _SYNC_RANGE_WAIT_AFTER)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Files:
+    """The file system as this library uses it. Paths are absolute strings."""
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def scan(self, path: str) -> list[Item]:
+        """The entries of a directory, asked afresh from the file system, sorted by name."""
+        found = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    kind = "link"
+                elif entry.is_dir(follow_symlinks=False):
+                    kind = "dir"
+                else:
+                    kind = "file" if entry.is_file(follow_symlinks=False) else "other"
+                found.append(Item(entry.name, kind))
+        found.sort(key=lambda item: item.name)
+        return found
+
+    def stat(self, path: str) -> Stat:
+        """About the entry itself; a symlink is not followed."""
+        seen = os.stat(path, follow_symlinks=False)
+        return Stat(_kind(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """At most ``limit`` bytes from the start of a regular file."""
+        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        try:
+            if not _stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            parts = []
+            while limit > 0:
+                part = os.read(fd, min(limit, PIECE))
+                if not part:
+                    break
+                parts.append(part)
+                limit -= len(part)
+            return b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def pieces(self, path: str) -> Iterator[memoryview]:
+        """The bytes of a regular file, front to back, in pieces that are valid until the next one is asked for."""
+        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        try:
+            if not _stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            buffer = bytearray(PIECE)
+            view = memoryview(buffer)
+            while count := os.readv(fd, [view]):
+                yield view[:count]
+        finally:
+            os.close(fd)
+
+    def free(self, path: str) -> int:
+        """Bytes an ordinary user may still write on the file system under ``path``."""
+        seen = os.statvfs(path)
+        return seen.f_bavail * seen.f_frsize
+
+    def is_dir(self, path: str) -> bool:
+        """Whether ``path`` is a directory, links followed (the root itself may be reached through one)."""
+        return os.path.isdir(path)
+
+    def real(self, path: str) -> str:
+        """``path`` with all links resolved: one name for one directory."""
+        return os.path.realpath(path)
+
+    def mount_point(self, path: str) -> str:
+        """The mount that holds ``path``."""
+        here = os.path.realpath(path)
+        while not os.path.ismount(here):
+            here = os.path.dirname(here)
+        return here
+
+    def is_network(self, path: str) -> bool:
+        """Whether another machine may change what is under ``path`` (its absences may be cached for a minute)."""
+        best, kind = "", ""
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+                for line in mounts:
+                    left, _, right = line.partition(" - ")
+                    point = left.split(" ")[4].replace("\\040", " ")
+                    if (path + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
+                        best, kind = point, right.split(" ")[0]
+        except OSError:
+            return False
+        return kind in _NETWORK or kind.startswith("fuse")
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def open(self, path: str) -> Output:
+        """A new file; one that exists already is an error (two writers of one name never share it)."""
+        return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o666), path)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Replace the bytes of a small status file in place: for counters that promise nothing after a crash."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | _NOFOLLOW | _CLOEXEC, 0o666)
+        try:
+            os.pwrite(fd, data, 0)
+        finally:
+            os.close(fd)
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add one record to a log that promises nothing after a crash."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NOFOLLOW | _CLOEXEC, 0o666)
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+
+    def fsync(self, path: str) -> None:
+        """Make the bytes of a file durable that somebody else wrote."""
+        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def fsync_dir(self, path: str) -> None:
+        """Make the entries of a directory durable."""
+        fd = os.open(path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomic. A directory never replaces a non-empty one (ENOTEMPTY; XFS says EEXIST): S13."""
+        os.rename(source, target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap two names in one step; False where the file system cannot (NFS)."""
+        call = getattr(_LIBC, "renameat2", None)
+        if call is None:
+            return False
+        if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in _UNSUPPORTED:
+            return False
+        raise OSError(number, os.strerror(number), one, None, other)
+
+    def link(self, source: str, target: str) -> bool:
+        """A second, new name for a file; FileExistsError if taken, False where the file system has no hard links."""
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.EPERM, *_UNSUPPORTED):
+                return False
+            raise
+        return True
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+
+REAL = Files()
+
+
+def write_new(files: Files, path: str, data: bytes) -> None:
+    """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep."""
+    out = files.open(path)
+    try:
+        out.write(data)
+        out.fsync()
+    finally:
+        out.close()
+
+
+def replace(files: Files, path: str, data: bytes, temporary: str) -> None:
+    """Put ``data`` under ``path`` in one step, durably: a reader sees the old bytes or the new, after a crash too."""
+    unlink_if_there(files, temporary)
+    write_new(files, temporary, data)
+    files.rename(temporary, path)
+    files.fsync_dir(os.path.dirname(path))
+
+
+def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> None:
+    """A new file that appears whole or not at all; FileExistsError if somebody else made it. The caller syncs the directory.
+
+    A kill between open and write would leave an empty record that nobody can judge, so the bytes come first and the
+    name second; where there are no hard links, O_EXCL on the name itself decides.
+    """
+    unlink_if_there(files, temporary)
+    write_new(files, temporary, data)
+    try:
+        if not files.link(temporary, path):
+            write_new(files, path, data)
+    finally:
+        unlink_if_there(files, temporary)
+
+
+def make_dir(files: Files, path: str) -> bool:
+    """A directory at ``path``; False if one was there. Its parent is not synced here."""
+    try:
+        files.mkdir(path)
+    except FileExistsError:
+        if files.stat(path).kind != "dir":
+            raise
+        return False
+    return True
+
+
+def unlink_if_there(files: Files, path: str) -> None:
+    try:
+        files.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def walk(files: Files, top: str, below: str = "") -> Iterator[tuple[str, Item]]:
+    """Every entry under ``top``, parents before children, as (path relative to ``top`` with ``/``, item)."""
+    for item in files.scan(os.path.join(top, below) if below else top):
+        relative = f"{below}/{item.name}" if below else item.name
+        yield relative, item
+        if item.kind == "dir":
+            yield from walk(files, top, relative)
+
+
+def fsync_tree_dirs(files: Files, top: str) -> None:
+    """Make every entry below ``top`` durable, children before parents, ``top`` last (S9)."""
+    below = [relative for relative, item in walk(files, top) if item.kind == "dir"]
+    for relative in reversed(below):
+        files.fsync_dir(os.path.join(top, relative))
+    files.fsync_dir(top)
+
+
+def remove_tree(files: Files, path: str) -> None:
+    """Remove a directory, links included and never followed. What vanished meanwhile is no error."""
+    try:
+        if files.stat(path).kind != "dir":
+            files.unlink(path)
+            return
+        for item in files.scan(path):
+            child = os.path.join(path, item.name)
+            if item.kind == "dir":
+                remove_tree(files, child)
+            else:
+                unlink_if_there(files, child)
+        files.rmdir(path)
+    except FileNotFoundError:
+        return
+
+
+def to_trash(files: Files, source: str, target: str) -> None:
+    """Take ``source`` out of sight by one rename, durably on both sides, so that no unlink is durable before it (S21)."""
+    files.rename(source, target)
+    files.fsync_dir(os.path.dirname(target))
+    files.fsync_dir(os.path.dirname(source))
+
+
+def unlink_markers(files: Files, path: str, marker: str) -> None:
+    """Make sure that no marker speaks for what is about to go: ``path`` itself, or the directory inside it (S3)."""
+    places = [path] + [os.path.join(path, item.name) for item in files.scan(path) if item.kind == "dir"]
+    for place in places:
+        try:
+            files.unlink(os.path.join(place, marker))
+        except FileNotFoundError:
+            continue
+        files.fsync_dir(place)
+
+
+def discard(files: Files, path: str, marker: str) -> None:
+    """Delete something that stands in trash: the marker first, durably, then the rest (S3)."""
+    try:
+        if files.stat(path).kind == "dir":
+            unlink_markers(files, path, marker)
+    except FileNotFoundError:
+        return
+    remove_tree(files, path)

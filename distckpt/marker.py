@@ -1,0 +1,225 @@
+"""commit.json: build, seal, parse, check. Pure: no I/O.
+
+Three lines, one JSON object. The first line is the identity, so that ordering a thousand checkpoints reads a
+thousand heads; the second is everything else, the manifest of files included; the third is the SHA-256 of all bytes
+before it, so that a torn marker is no marker. No absolute path stands in it: a checkpoint may be moved or copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distckpt.errors import ConfigError, MarkerError
+from distckpt.layout import ATTEMPT, member_path_problem
+
+FORMAT = 1
+HEAD_LIMIT = 4096
+SIZE_LIMIT = 256 << 20
+LINEAGE_LIMIT = 512
+
+_START = b'{"head":'
+_BODY = b',\n"body":'
+_SEAL = b',\n"seal":'
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint. ``digest`` is "xxh3-128:<hex>" or None; ``rank`` is who wrote and fsynced it."""
+
+    path: str
+    size: int
+    digest: str | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """Who a checkpoint is, and how new: ``seq`` counts the commits of a root (0: adopted, older than every commit)."""
+
+    seq: int
+    step: int
+    attempt: str
+    name: str
+    series: str
+    run: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Marker:
+    """All of commit.json."""
+
+    head: Head
+    world: int
+    files: tuple[FileEntry, ...]
+    branch: str
+    parent: str | None = None
+    lineage: tuple[tuple[str, int], ...] = ()
+    time: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+    retention: str | None = None
+    host: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all payload files."""
+        return sum(entry.size for entry in self.files)
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """``metrics`` as floats; anything that is one number (a 0-dim tensor too) is taken, NaN included."""
+    found: dict[str, float] = {}
+    for name, value in dict(metrics or {}).items():
+        if hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"metrics must map names to numbers; {name!r} is {type(value).__name__}")
+        found[name] = float(value)
+    return found
+
+
+def check_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of ``meta`` as JSON gives it back."""
+    try:
+        copy = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"meta must be a dict of JSON values: {error}") from error
+    assert isinstance(copy, dict)
+    return copy
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+
+
+def _number_out(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def build(marker: Marker) -> bytes:
+    """The bytes of commit.json, sealed."""
+    head = marker.head
+    first = _dumps({"format": FORMAT, "seq": head.seq, "step": head.step, "attempt": head.attempt, "name": head.name,
+                    "series": head.series, "run": head.run, "generation": head.generation})
+    second = _dumps({
+        "world": marker.world, "branch": marker.branch, "parent": marker.parent,
+        "lineage": [list(pair) for pair in marker.lineage[:LINEAGE_LIMIT]],
+        "time": marker.time, "host": marker.host, "fingerprint": marker.fingerprint, "retention": marker.retention,
+        "metrics": {name: _number_out(value) for name, value in marker.metrics.items()},
+        "meta": dict(marker.meta), "payload": dict(marker.payload),
+        "files": [[f.path, f.size, f.digest, f.rank] for f in marker.files],
+    })
+    data = _START + first + _BODY + second
+    if len(_START + first) > HEAD_LIMIT - 64:
+        raise ConfigError(f"the checkpoint's name and run id are too long for the marker's head ({len(first)} bytes)")
+    return data + _SEAL + _dumps("sha256:" + hashlib.sha256(data).hexdigest()) + b"}\n"
+
+
+def seal_of(data: bytes) -> str:
+    """The seal that stands at the end of ``data``."""
+    _, _, tail = data.rpartition(_SEAL)
+    return tail.decode("utf-8", "replace").strip().rstrip("}").strip('"')
+
+
+def _bad(why: str, path: str) -> MarkerError:
+    return MarkerError(f"{path} is not a usable marker: {why}", files={path: why})
+
+
+def parse_head(data: bytes, path: str = "commit.json") -> Head:
+    """The identity at the start of a marker, from its first ``HEAD_LIMIT`` bytes. It orders; it never counts (S15)."""
+    if not data.startswith(_START):
+        raise _bad("it does not begin with a head (torn, or not written by distckpt)", path)
+    text = data[:HEAD_LIMIT].decode("utf-8", "replace")
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text, len(_START))
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"its head is not JSON ({error})", path) from error
+    return _head(value, path)
+
+
+def _head(value: Any, path: str) -> Head:
+    if not isinstance(value, dict):
+        raise _bad("its head is not an object", path)
+    number = value.get("format")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise _bad(f"its format is {number!r}", path)
+    if number > FORMAT:
+        raise _bad(f"format {number} is newer than this version reads ({FORMAT}); upgrade distckpt", path)
+    for name, kind in (("seq", int), ("step", int), ("generation", int), ("attempt", str), ("name", str),
+                       ("series", str), ("run", str)):
+        if not isinstance(value.get(name), kind) or isinstance(value[name], bool):
+            raise _bad(f"its {name} is {value.get(name)!r}", path)
+    if value["seq"] < 0 or value["step"] < 0 or value["generation"] < 0 or not ATTEMPT.fullmatch(value["attempt"]):
+        raise _bad("its identity has a negative number or a malformed attempt", path)
+    return Head(value["seq"], value["step"], value["attempt"], value["name"], value["series"], value["run"],
+                value["generation"])
+
+
+def parse(data: bytes, path: str = "commit.json") -> Marker:
+    """The whole marker; MarkerError unless the seal, the format and every manifest entry are right."""
+    if len(data) >= SIZE_LIMIT:
+        raise _bad(f"it is larger than {SIZE_LIMIT} bytes", path)
+    if not data.startswith(_START):
+        raise _bad("it does not begin with a head (torn, or not written by distckpt)", path)
+    sealed, mark, _ = data.rpartition(_SEAL)
+    if not mark:
+        parse_head(data, path)
+        raise _bad("it ends before its seal (truncated)", path)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"it is not JSON ({error})", path) from error
+    head = _head(value.get("head") if isinstance(value, dict) else None, path)
+    if value.get("seal") != "sha256:" + hashlib.sha256(sealed).hexdigest():
+        raise _bad("its seal does not match its bytes (torn or altered)", path)
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise _bad("it has no body", path)
+    try:
+        return Marker(
+            head=head, world=_whole(body["world"]), files=_files(body["files"], path), branch=str(body["branch"]),
+            parent=body.get("parent"), lineage=tuple((str(b), _whole(s)) for b, s in body.get("lineage", [])),
+            time=float(body.get("time", 0)), host=str(body.get("host", "")), fingerprint=body.get("fingerprint"),
+            retention=body.get("retention"),
+            metrics={str(k): _NOT_FINITE[v] if isinstance(v, str) else float(v) for k, v in body["metrics"].items()},
+            meta=dict(body["meta"]), payload=dict(body["payload"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _bad(f"its body is malformed ({type(error).__name__}: {error})", path) from error
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _files(rows: Any, path: str) -> tuple[FileEntry, ...]:
+    entries = []
+    seen = set()
+    for name, size, digest, rank in rows:
+        problem = member_path_problem(name)
+        if problem:
+            raise _bad(f"its manifest names {name!r}: {problem}", path)
+        if name in seen:
+            raise _bad(f"its manifest names {name!r} twice", path)
+        if digest is not None and not isinstance(digest, str):
+            raise _bad(f"the digest of {name!r} is {digest!r}", path)
+        seen.add(name)
+        entries.append(FileEntry(name, _whole(size), digest, _whole(rank)))
+    return tuple(entries)
+
+
+def renamed(marker: Marker, **head: Any) -> Marker:
+    """``marker`` with parts of its head replaced."""
+    return replace(marker, head=replace(marker.head, **head))

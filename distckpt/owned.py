@@ -1,0 +1,332 @@
+"""A root in the hands of its owner: all that only the committer may do, and all it must remember.
+
+One per root and process: managers of one root share it, and with it one owner record, one ``seq`` and one commit
+lock (S24). It knows nothing of ranks; the command uses it as well, for ``prune`` and ``gc``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from distckpt import catalog, recovery, rotation, selection
+from distckpt.catalog import Entry, RootRecord
+from distckpt.durable import GONE, Files, fsync_tree_dirs, make_dir, replace, to_trash
+from distckpt.errors import ConfigError, MarkerError
+from distckpt.janitor import Janitor
+from distckpt.journal import Journal
+from distckpt.layout import ATTEMPT, SUBDIRECTORIES, Layout, Naming
+from distckpt.leases import Watch
+from distckpt.marker import Marker
+from distckpt.ownership import Ownership
+from distckpt.retention import Policy
+from distckpt.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+_open: dict[tuple[int, str], OwnedRoot] = {}
+
+
+def make_root(files: Files, layout: Layout) -> None:
+    """The root and its own directories, each made with ``mkdir`` (umask and setgid hold) and made durable."""
+    missing = []
+    here = layout.root
+    while not files.is_dir(here):
+        missing.append(here)
+        here = os.path.dirname(here)
+    try:
+        for path in reversed(missing):
+            make_dir(files, path)
+        make_dir(files, layout.home())
+        for name in SUBDIRECTORIES:
+            make_dir(files, layout.home(name))
+    except (NotADirectoryError, FileExistsError) as error:
+        raise ConfigError(f"root {layout.root} cannot be used: {error.filename} is there and is not a directory; choose "
+                          "another root or move it away") from error
+    except OSError as error:
+        raise ConfigError(f"root {layout.root} is not writable: {error}; choose another root or fix its permissions") from error
+
+
+def sync_root(files: Files, layout: Layout) -> None:
+    """Make the root's own entry durable: its sub-directories, itself, and its ancestors up to the mount point (S9)."""
+    for name in SUBDIRECTORIES:
+        files.fsync_dir(layout.home(name))
+    files.fsync_dir(layout.home())
+    here = files.real(layout.root)
+    top = files.mount_point(here)
+    while True:
+        try:
+            files.fsync_dir(here)
+        except PermissionError:
+            log.debug("cannot sync %s: not readable; its entries were there before this run", here)
+        if here == top:
+            return
+        here = os.path.dirname(here)
+
+
+def infer_naming(files: Files, layout: Layout) -> Naming | None:
+    """The template that the newest marker in the root was named by, when root.json is lost."""
+    heads = []
+    for item in files.scan(layout.root):
+        if item.kind != "dir":
+            continue
+        entry = catalog.look(files, layout.root, item.name, item.kind, ("", 0))
+        if entry is not None and entry.head is not None and entry.head.name == item.name:
+            heads.append(entry.head)
+    for head in sorted(heads, key=lambda h: h.seq, reverse=True):
+        stem = head.name if head.series == "main" else head.name.removesuffix(f"-{head.series}")
+        digits = [stem[i:j] for i in range(len(stem)) for j in range(i + 1, len(stem) + 1)
+                  if stem[i:j].isdigit() and int(stem[i:j]) == head.step
+                  and not stem[i - 1:i].isdigit() and not stem[j:j + 1].isdigit()]
+        if digits:
+            text = digits[-1]
+            width = f":0{len(text)}d" if text.startswith("0") and len(text) > 1 else ""
+            before, _, after = stem.rpartition(text)
+            return Naming.parse(f"{before}{{step{width}}}{after}")
+    return None
+
+
+class OwnedRoot:
+    """Open with ``OwnedRoot.open``; ``close`` once for each open."""
+
+    def __init__(self, files: Files, layout: Layout, naming: Naming, ownership: Ownership, record: RootRecord,
+                 runtime: Runtime) -> None:
+        self.files, self.layout, self.naming, self.runtime = files, layout, naming, runtime
+        self.ownership, self.record = ownership, record
+        self.lock = runtime.lock()
+        self.watch = Watch(files, layout, runtime)
+        self.journal = Journal(files, layout, ownership.generation, runtime)
+        self.in_doubt: dict[str, str] = {}
+        self.no_rotation: str | None = None
+        self.highest_seq = 0
+        self.users = 1
+        self._vouched: dict[str, Marker] = {}
+        self._foreign_reported = False
+        self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
+
+    @property
+    def generation(self) -> int:
+        return self.ownership.generation
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, files: Files, layout: Layout, runtime: Runtime, naming: Naming | None = None,
+             run_id: str | None = None, waiting: Callable[[str], None] = lambda text: None) -> OwnedRoot:
+        """The root, owned by this process: claimed, fenced, recovered and swept. RootInUse while another writer lives."""
+        key = os.getpid(), files.real(layout.root)
+        shared = _open.get(key)
+        if shared is not None and shared.files is files:
+            if naming is not None and naming != shared.naming:
+                raise ConfigError(f"root {layout.root} is open in this process with naming {shared.naming.template!r}; "
+                                  f"{naming.template!r} cannot be used beside it: use a series or another root")
+            if run_id is not None and run_id != shared.record.run:
+                raise ConfigError(f"root {layout.root} is open in this process as run {shared.record.run!r}, not {run_id!r}")
+            shared.users += 1
+            return shared
+        make_root(files, layout)
+        sync_root(files, layout)
+        record = catalog.read_record(files, layout)
+        naming = _agree_naming(files, layout, record, naming)
+        entries = catalog.scan(files, layout, naming)
+        heads = [e.head for e in entries if e.head is not None]
+        ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
+        try:
+            record = _settle_record(files, layout, runtime, record, naming, run_id, entries, ownership.generation)
+            owned = cls(files, layout, naming, ownership, record, runtime)
+            owned._start()
+        except BaseException:
+            ownership.release()
+            raise
+        _open[key] = owned
+        return owned
+
+    def _start(self) -> None:
+        """Recovery, before the first begin; then the highest seq ever seen, so that none is used twice (S11)."""
+        self.highest_seq = self._highest_seq()
+        report = recovery.recover(self.files, self.layout, self.naming, self.generation)
+        self.journal.event("claimed", generation=self.generation, identity=self.ownership._runtime.identity().to_json(),
+                           published=report.published, swept=len(report.swept), restored=report.restored)
+        self.janitor.delete(self.janitor.leftovers())
+
+    def _highest_seq(self) -> int:
+        seen = [0]
+        for entry in self.entries():
+            if entry.head is not None:
+                seen.append(entry.head.seq)
+        for parent in (self.layout.staging(self.generation), self.layout.trash(self.generation)):
+            for item in self.files.scan(parent):
+                path = os.path.join(parent, item.name)
+                if item.kind != "dir":
+                    continue
+                for place, name in [(parent, item.name)] + [(path, n) for n in recovery.inside(self.files, path)]:
+                    found = catalog.look(self.files, place, name, "dir", ("", 0))
+                    if found is not None and found.head is not None:
+                        seen.append(found.head.seq)
+        seen += [upto for _, upto in selection.abandoned(self.files, self.layout)]
+        return max(seen)
+
+    def close(self) -> None:
+        """Give the root back when the last user closes it."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        _open.pop((os.getpid(), self.files.real(self.layout.root)), None)
+        self.janitor.stop(60.0)
+        self.journal.event("released", generation=self.generation)
+        self.ownership.release()
+
+    # -- what stands there ---------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Every checkpoint-named entry of the root, newest commit first, read afresh."""
+        return catalog.scan(self.files, self.layout, self.naming)
+
+    def next_seq(self) -> int:
+        """1 + the highest ever seen; never given twice, whatever became of it (S11)."""
+        self.highest_seq += 1
+        return self.highest_seq
+
+    def vouch(self, entry: Entry) -> Marker:
+        """The whole marker of ``entry``, once per process: sealed, every file of its size, and all of it synced.
+
+        An inherited checkpoint was perhaps copied here, or its last fsync failed: before it may count, or be relied
+        on while another goes, it is made durable in fact (S8, S15).
+        """
+        assert entry.head is not None
+        known = self._vouched.get(entry.head.attempt)
+        if known is not None:
+            return known
+        directory = self.layout.final(entry.name)
+        found = catalog.read_marker(self.files, directory)
+        problems = catalog.check_files(self.files, directory, found.files)
+        if problems:
+            raise MarkerError(f"{entry.name}: {problems[0].path} {problems[0].what}",
+                              files={p.path: p.what for p in problems})
+        try:
+            for file in found.files:
+                self.files.fsync(os.path.join(directory, file.path))
+            self.files.fsync(os.path.join(directory, "commit.json"))
+            fsync_tree_dirs(self.files, directory)
+        except OSError as error:
+            self.no_rotation = f"{entry.name} could not be synced ({error})"
+            raise
+        self.vouched(found)
+        return found
+
+    def vouched(self, found: Marker) -> None:
+        """Remember a checkpoint that this process committed or checked itself."""
+        self._vouched[found.head.attempt] = found
+
+    def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Checkpoints of another run that stand in this root; reported once, left alone."""
+        found = [e for e in entries if e.head is not None and e.head.run != self.record.run]
+        if found and not self._foreign_reported:
+            self._foreign_reported = True
+            log.warning("root %s holds %d checkpoints of another run (%s ...): left alone and not counted; "
+                        "'distckpt adopt' makes one of them this run's", self.layout.root, len(found), found[0].name)
+        return found
+
+    # -- attempts ------------------------------------------------------------------------------------------------
+
+    def make_attempt(self, attempt: str, name: str) -> str:
+        """The staging directory of a new attempt, durable in its parents. Those are never made on the way (S5)."""
+        outer = self.layout.staging(self.generation, attempt)
+        self.files.mkdir(outer)
+        inner = os.path.join(outer, name)
+        self.files.mkdir(inner)
+        self.files.fsync_dir(outer)
+        self.files.fsync_dir(self.layout.staging(self.generation))
+        return inner
+
+    def remove_attempt(self, attempt: str) -> None:
+        """Take a dead attempt that all ranks have left out of staging; its space comes back in the background."""
+        source, target = self.layout.staging(self.generation, attempt), self.layout.trash(self.generation, attempt)
+        try:
+            to_trash(self.files, source, target)
+        except OSError as error:
+            if error.errno not in GONE:
+                log.warning("could not sweep the attempt %s: %s; the next save tries again", attempt, error)
+            return
+        self.janitor.delete([target])
+
+    def dead_attempts(self) -> list[str]:
+        """Attempts of this generation that still stand in staging."""
+        return [i.name for i in self.files.scan(self.layout.staging(self.generation)) if ATTEMPT.fullmatch(i.name)]
+
+    # -- after a commit ------------------------------------------------------------------------------------------
+
+    def point_to(self, name: str) -> None:
+        """Move ``latest``, in one step and durably; its temporary lives in our generation's staging (S5)."""
+        try:
+            replace(self.files, self.layout.pointer, name.encode() + b"\n", self.layout.staging(self.generation, "latest.tmp"))
+        except OSError as error:
+            log.warning("could not move 'latest' to %s: %s; it is only a convenience, resume does not use it", name, error)
+
+    def record_rollback(self, target: int) -> None:
+        """Remember durably that the run goes on from the older commit ``target``, so that a crash before the next
+        commit does not resume from the abandoned branch again (S24)."""
+        ranges = selection.abandon(selection.abandoned(self.files, self.layout), target, self.highest_seq)
+        replace(self.files, self.layout.rollback, json.dumps({"abandoned": ranges}).encode() + b"\n",
+                self.layout.staging(self.generation, "rollback.tmp"))
+
+    def rotate(self, series: str, policy: Policy, context: rotation.Context) -> list[str]:
+        """Move what the policy lets go into trash; names of what went. Never raises for the disk's sake."""
+        if self.no_rotation is not None:
+            log.warning("nothing is rotated until the next start: %s", self.no_rotation)
+            return []
+        try:
+            entries = self.entries()
+            self.foreign(entries)
+            merged = dict(rotation.protected_now(self.files, self.layout, entries, self.watch))
+            merged.update(context.protected)
+            full = rotation.Context(merged, {**context.ignored, **self.in_doubt, **self.rejections()}, context.line,
+                                    context.origin, context.fresh)
+            verdicts = rotation.plan(series, entries, self.record.run, policy, full, self.vouch)
+            if self.no_rotation is not None:
+                log.warning("nothing is rotated until the next start: %s", self.no_rotation)
+                return []
+            victims = [v.entry for v in verdicts if not v.keep]
+            if victims:
+                gone = rotation.move_to_trash(self.files, self.layout, self.generation, victims, self.watch)
+                self.janitor.delete(gone)
+                self.journal.event("rotated", names=[v.name for v in victims])
+            return [v.name for v in victims]
+        except OSError as error:
+            log.warning("could not rotate %s: %s; it will be tried again after the next save", self.layout.root, error)
+            return []
+
+    def rejections(self) -> dict[str, str]:
+        return {a: f"rejected: {why}" for a, why in catalog.rejections(self.files, self.layout).items()}
+
+    def reject(self, attempt: str, name: str, reason: str) -> None:
+        """Remember that a checkpoint was found bad; it fills no slot and is not tried again until verify clears it."""
+        value = {"name": name, "reason": reason, "time": self.runtime.time()}
+        replace(self.files, self.layout.rejected(attempt), json.dumps(value).encode(),
+                self.layout.staging(self.generation, "rejected.tmp"))
+
+
+def _agree_naming(files: Files, layout: Layout, record: RootRecord | None, asked: Naming | None) -> Naming:
+    if record is not None:
+        if asked is not None and asked != record.naming:
+            raise ConfigError(f"root {layout.root} was made with naming {record.naming.template!r}, not {asked.template!r}; "
+                              "leave naming out, or use another root")
+        return record.naming
+    return asked or infer_naming(files, layout) or Naming.parse(catalog.DEFAULT_NAMING)
+
+
+def _settle_record(files: Files, layout: Layout, runtime: Runtime, record: RootRecord | None, naming: Naming,
+                   run_id: str | None, entries: Sequence[Entry], generation: int) -> RootRecord:
+    """root.json, durable before the first attempt. If it was lost, the run id comes from the newest marker (S7)."""
+    if record is not None:
+        if run_id is not None and run_id != record.run:
+            raise ConfigError(f"root {layout.root} belongs to run {record.run!r}, not {run_id!r}; use another root, or "
+                              "leave run_id out to go on with that run")
+        return record
+    newest = max((e for e in entries if e.head is not None), key=lambda e: e.order, default=None)
+    inherited = newest.head.run if newest is not None and newest.head is not None else None
+    record = RootRecord(run_id or inherited or f"run-{runtime.token(6)}", naming)
+    replace(files, layout.record, record.to_bytes(), layout.staging(generation, "root.tmp"))
+    return record

@@ -1,0 +1,220 @@
+"""One live writer per root, and a fence against the ones before it.
+
+Ownership is a sequence of exclusively created files: creating ``owner/<g>.json`` *is* the takeover, so two takers
+cannot both win and no beat can overwrite a new owner (S6). Every move a committer makes has one side in
+``staging/<g>/`` or ``trash/<g>/``, which are made only here, at the claim. A takeover renames those of all older
+generations away and empties them until ``rmdir`` succeeds, and only then recovers or starts: whatever a zombie of an
+older generation still tries, the file system itself answers ENOENT (S5).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+
+from distckpt import catalog
+from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, unlink_if_there, write_new
+from distckpt.errors import RootInUse
+from distckpt.layout import Layout, is_taken
+from distckpt.runtime import Identity, Runtime
+
+log = logging.getLogger(__name__)
+
+BEAT = 10.0
+STILL = 90.0
+_KEEP_RECORDS = 8
+
+
+def _numbers(files: Files, path: str, suffix: str = "") -> list[int]:
+    try:
+        names = [i.name for i in files.scan(path)]
+    except OSError as error:
+        if error.errno in GONE:
+            return []
+        raise
+    return sorted(int(n[:len(n) - len(suffix)]) for n in names
+                  if n.endswith(suffix) and n[:len(n) - len(suffix)].isdigit())
+
+
+def highest(files: Files, layout: Layout, in_markers: int = 0) -> int:
+    """The highest generation that left any trace: a lost owner record must not let the count start over (S6)."""
+    seen = [in_markers, *_numbers(files, layout.home("owner"), ".json"), *_numbers(files, layout.home("owner"), ".released")]
+    seen += _numbers(files, layout.home("staging")) + _numbers(files, layout.home("trash"))
+    return max(seen)
+
+
+def _beat_of(files: Files, layout: Layout, generation: int) -> bytes:
+    try:
+        return files.read(layout.owner(generation, "beat"), 64)
+    except OSError as error:
+        if error.errno in GONE:
+            return b""
+        raise
+
+
+def released(files: Files, layout: Layout, generation: int) -> bool:
+    try:
+        files.stat(layout.owner(generation, "released"))
+    except OSError as error:
+        if error.errno in GONE:
+            return False
+        raise
+    return True
+
+
+def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
+               waiting: Callable[[str], None] = lambda text: None) -> RootInUse | None:
+    """The error to raise when generation ``generation`` still has a live owner, else None.
+
+    A pid counts only on the kernel and in the pid namespace it was taken in; a requeued job knows that its former
+    run has ended; in every other case the owner's counter must stand still for 90 s, read by a fresh open each time.
+    Clocks are never compared (the age in the message is for people).
+    """
+    if generation == 0 or released(files, layout, generation):
+        return None
+    value = catalog.read_json(files, layout.owner(generation))
+    owner = Identity.from_json(value["identity"]) if value and isinstance(value.get("identity"), dict) else None
+    if owner is not None:
+        mine = runtime.identity()
+        alive = runtime.alive(owner)
+        if alive is False or (owner.job is not None and owner.job == mine.job and owner.restart < mine.restart):
+            return None
+        if alive:
+            return _in_use(layout, owner, generation, runtime.time() - float(value["time"] if value else 0))
+    elif value is None and generation not in _numbers(files, layout.home("owner"), ".json"):
+        return None  # a generation known from staging, trash or markers only: nobody claims to live
+    first, began = _beat_of(files, layout, generation), runtime.monotonic()
+    while (waited := runtime.monotonic() - began) < STILL:
+        waiting(f"root {layout.root} has an owner of generation {generation} on another machine; waiting "
+                f"{STILL - waited:.0f} s more to see whether it still beats")
+        runtime.sleep(2.0)
+        if _beat_of(files, layout, generation) != first:
+            return _in_use(layout, owner, generation, runtime.time() - float(value["time"] if value else 0))
+    return None
+
+
+def _in_use(layout: Layout, owner: Identity | None, generation: int, age: float) -> RootInUse:
+    who = "an unknown process"
+    if owner is not None:
+        who = f"pid {owner.pid} on {owner.host}" + (f", job {owner.job}" if owner.job else "")
+    return RootInUse(f"root {layout.root} is in use: its live writer is {who}, since {max(age, 0):.0f} s (generation "
+                     f"{generation}); wait for it or stop it, or use another root for this run",
+                     host=owner.host if owner else "", pid=owner.pid if owner else 0, job=owner.job if owner else None,
+                     age=age, generation=generation)
+
+
+class Ownership:
+    """The right to commit and to rotate in one root, from ``claim`` to ``release``."""
+
+    def __init__(self, files: Files, layout: Layout, runtime: Runtime, generation: int) -> None:
+        self.generation = generation
+        self._files, self._layout, self._runtime = files, layout, runtime
+        self._stop = runtime.event()
+        self._thread = runtime.thread("owner-beat", self._beat)
+
+    @classmethod
+    def claim(cls, files: Files, layout: Layout, runtime: Runtime, in_markers: int = 0,
+              waiting: Callable[[str], None] = lambda text: None) -> Ownership:
+        """Become the owner; RootInUse while another one lives. Older generations are fenced off when this returns."""
+        while True:
+            top = highest(files, layout, in_markers)
+            refusal = live_owner(files, layout, runtime, top, waiting)
+            if refusal is not None:
+                raise refusal
+            generation = top + 1
+            record = {"identity": runtime.identity().to_json(), "time": runtime.time(), "generation": generation}
+            try:
+                create_exclusively(files, layout.owner(generation), json.dumps(record).encode() + b"\n",
+                                   layout.owner(generation, f"{runtime.token(4)}.tmp"))
+            except FileExistsError:
+                continue  # somebody else took this number; judge them next
+            files.fsync_dir(layout.home("owner"))
+            files.overwrite(layout.owner(generation, "beat"), b"%020d" % 0)
+            _fence(files, layout, generation)
+            _prune_records(files, layout, generation)
+            return cls(files, layout, runtime, generation)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.wait(BEAT):
+            count += 1
+            try:
+                self._files.overwrite(self._layout.owner(self.generation, "beat"), b"%020d" % count)
+            except OSError as error:
+                log.warning("could not write the owner's beat of %s: %s", self._layout.root, error)
+
+    def check(self) -> None:
+        """RootInUse when a higher generation was claimed. A courtesy: the fence itself is the file system's (S5)."""
+        top = highest(self._files, self._layout)
+        if top > self.generation:
+            value = catalog.read_json(self._files, self._layout.owner(top)) or {}
+            owner = Identity.from_json(value["identity"]) if isinstance(value.get("identity"), dict) else None
+            raise _in_use(self._layout, owner, top, self._runtime.time() - float(value.get("time", 0)))
+
+    def release(self) -> None:
+        """Let the next writer in without a wait."""
+        self._stop.set()
+        self._thread.join(5)
+        try:
+            write_new(self._files, self._layout.owner(self.generation, "released"), b"{}\n")
+        except OSError as error:
+            log.warning("could not release root %s: %s; the next writer will wait for this process to be gone",
+                        self._layout.root, error)
+
+
+def _fence(files: Files, layout: Layout, generation: int) -> None:
+    for kind, at in (("staging", layout.staging), ("trash", layout.trash)):
+        make_dir(files, at(generation))
+        files.fsync_dir(layout.home(kind))
+        for older in _numbers(files, layout.home(kind)):
+            if older != generation:
+                aside = at(generation, f"taken-{kind}-{older}")
+                files.rename(at(older), aside)
+        files.fsync_dir(layout.home(kind))
+        for item in files.scan(at(generation)):
+            if is_taken(item.name):
+                _empty(files, at(generation, item.name), at(generation))
+        files.fsync_dir(at(generation))
+
+
+def _empty(files: Files, aside: str, into: str) -> None:
+    """Move every entry of a fenced directory into ours, until it can be removed.
+
+    On a network file system a zombie's client may know the directory by handle for a moment and still make entries in
+    it: hence the loop, which ends only with ``rmdir``.
+    """
+    while True:
+        for item in files.scan(aside):
+            source = os.path.join(aside, item.name)
+            if is_taken(item.name):
+                _empty(files, source, into)
+                continue
+            target = os.path.join(into, item.name)
+            try:
+                files.rename(source, target)
+            except OSError as error:
+                if error.errno in GONE:
+                    continue
+                if error.errno not in TAKEN:
+                    raise
+                files.rename(source, f"{target}.{os.path.basename(aside)}")
+        files.fsync_dir(into)
+        try:
+            files.rmdir(aside)
+        except OSError as error:
+            if error.errno in GONE:
+                return
+            if error.errno not in TAKEN:
+                raise
+            continue
+        return
+
+
+def _prune_records(files: Files, layout: Layout, generation: int) -> None:
+    for item in files.scan(layout.home("owner")):
+        number = item.name.partition(".")[0]
+        stray = item.name.endswith(".tmp")
+        if stray or (number.isdigit() and int(number) < generation - _KEEP_RECORDS):
+            unlink_if_there(files, layout.home("owner", item.name))

@@ -1,0 +1,156 @@
+"""Clock, threads, events and who this process is: one of the three seams to the outside.
+
+Production uses ``SystemRuntime``; a simulation hands in its own, with a virtual clock and threads it schedules.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Event(Protocol):
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def is_set(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Lock(Protocol):
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: Any) -> Any: ...
+
+
+class Thread(Protocol):
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process, told apart from any other: a pid counts only with equal boot, pid namespace and start time (S6)."""
+
+    host: str
+    pid: int
+    boot: str
+    pidns: str
+    started: str
+    job: str | None = None
+    restart: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Identity:
+        known = {k: value[k] for k in cls.__dataclass_fields__ if k in value}
+        return cls(**known)
+
+
+class Runtime(Protocol):
+    """What the library takes from the machine besides files and the store."""
+
+    def monotonic(self) -> float: ...
+    def time(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+    def event(self) -> Event: ...
+    def lock(self) -> Lock: ...
+    def thread(self, name: str, target: Callable[[], None]) -> Thread: ...
+    def token(self, size: int) -> str: ...
+    def identity(self) -> Identity: ...
+    def alive(self, other: Identity) -> bool | None: ...
+    def stacks(self) -> str: ...
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> tuple[str, str]:
+    """(start time in ticks since boot, state letter) of ``pid``; empty strings when there is no such process."""
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
+        return "", ""
+    fields = text[text.rindex(")") + 2:].split()
+    return fields[19], fields[0]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _job() -> tuple[str | None, int]:
+    """The scheduler's job and how often it was restarted. An id of 0 or none is not a job."""
+    job = os.environ.get("SLURM_JOB_ID") or ""
+    if not job.isdigit() or int(job) == 0:
+        return None, 0
+    array = os.environ.get("SLURM_ARRAY_TASK_ID")
+    name = f"slurm:{job}" + (f"[{array}]" if array else "")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return name, int(restart) if restart.isdigit() else 0
+
+
+class SystemRuntime:
+    """The real machine."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def time(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def lock(self) -> Lock:
+        return threading.RLock()
+
+    def thread(self, name: str, target: Callable[[], None]) -> Thread:
+        thread = threading.Thread(target=target, name=f"distckpt-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def token(self, size: int) -> str:
+        return secrets.token_hex(size)
+
+    def identity(self) -> Identity:
+        job, restart = _job()
+        host = os.environ.get("DISTCKPT_HOST") or socket.gethostname()
+        return Identity(host=host, pid=os.getpid(), boot=_read("/proc/sys/kernel/random/boot_id"),
+                        pidns=_pid_namespace(), started=_process_start(os.getpid())[0], job=job, restart=restart)
+
+    def alive(self, other: Identity) -> bool | None:
+        """True or False when this kernel can tell, None when it cannot (another machine, another container)."""
+        mine = self.identity()
+        if not other.boot or not mine.pidns or (other.boot, other.pidns) != (mine.boot, mine.pidns):
+            return None
+        started, state = _process_start(other.pid)
+        return started == other.started and state not in ("Z", "X")
+
+    def stacks(self) -> str:
+        names = {t.ident: t.name for t in threading.enumerate()}
+        parts = []
+        for ident, frame in sys._current_frames().items():
+            parts.append(f"--- thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+        return "\n".join(parts)
+
+
+SYSTEM = SystemRuntime()
