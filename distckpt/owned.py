@@ -99,6 +99,7 @@ class OwnedRoot:
         self.watch = Watch(files, layout, runtime)
         self.journal = Journal(files, layout, ownership.generation, runtime)
         self.in_doubt: dict[str, str] = {}
+        self.live: set[str] = set()
         self.no_rotation: str | None = None
         self.highest_seq = 0
         self.users = 1

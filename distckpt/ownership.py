@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 from distckpt import catalog
 from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, unlink_if_there, write_new
@@ -132,7 +133,16 @@ class Ownership:
                 continue  # somebody else took this number; judge them next
             files.fsync_dir(layout.home("owner"))
             files.overwrite(layout.owner(generation, "beat"), b"%020d" % 0)
-            _fence(files, layout, generation)
+            try:
+                _fence(files, layout, generation)
+            except OSError as error:
+                refusal = _overtaken(files, layout, runtime, generation)
+                if refusal is None:
+                    raise
+                raise refusal from error
+            refusal = _overtaken(files, layout, runtime, generation)
+            if refusal is not None:
+                raise refusal
             _prune_records(files, layout, generation)
             return cls(files, layout, runtime, generation)
 
@@ -147,11 +157,9 @@ class Ownership:
 
     def check(self) -> None:
         """RootInUse when a higher generation was claimed. A courtesy: the fence itself is the file system's (S5)."""
-        top = highest(self._files, self._layout)
-        if top > self.generation:
-            value = catalog.read_json(self._files, self._layout.owner(top)) or {}
-            owner = Identity.from_json(value["identity"]) if isinstance(value.get("identity"), dict) else None
-            raise _in_use(self._layout, owner, top, self._runtime.time() - float(value.get("time", 0)))
+        refusal = _overtaken(self._files, self._layout, self._runtime, self.generation)
+        if refusal is not None:
+            raise refusal
 
     def release(self) -> None:
         """Let the next writer in without a wait."""
@@ -164,12 +172,34 @@ class Ownership:
                         self._layout.root, error)
 
 
+def _overtaken(files: Files, layout: Layout, runtime: Runtime, generation: int) -> RootInUse | None:
+    """The error to raise when a higher generation was claimed."""
+    top = highest(files, layout)
+    if top <= generation:
+        return None
+    value = catalog.read_json(files, layout.owner(top)) or {}
+    owner = Identity.from_json(value["identity"]) if isinstance(value.get("identity"), dict) else None
+    return _in_use(layout, owner, top, runtime.time() - float(value.get("time", 0)))
+
+
 def _fence(files: Files, layout: Layout, generation: int) -> None:
+    """Make our own two directories and take everything out of the older ones.
+
+    A taker may be stopped between its record and its directories, and be overtaken meanwhile: it makes them first
+    and looks for a newer record second, and the newer one wrote its record first and looks for directories second.
+    One of the two sees the other; whoever is overtaken leaves no directory, and touches nobody newer (S5).
+    """
     for kind, at in (("staging", layout.staging), ("trash", layout.trash)):
         make_dir(files, at(generation))
         files.fsync_dir(layout.home(kind))
+    if highest(files, layout) > generation:
+        for at in (layout.staging, layout.trash):
+            with suppress(OSError):
+                files.rmdir(at(generation))
+        return
+    for kind, at in (("staging", layout.staging), ("trash", layout.trash)):
         for older in _numbers(files, layout.home(kind)):
-            if older != generation:
+            if older < generation:
                 aside = at(generation, f"taken-{kind}-{older}")
                 files.rename(at(older), aside)
         files.fsync_dir(layout.home(kind))
@@ -215,6 +245,7 @@ def _empty(files: Files, aside: str, into: str) -> None:
 def _prune_records(files: Files, layout: Layout, generation: int) -> None:
     for item in files.scan(layout.home("owner")):
         number = item.name.partition(".")[0]
-        stray = item.name.endswith(".tmp")
-        if stray or (number.isdigit() and int(number) < generation - _KEEP_RECORDS):
+        # a temporary of our own number may belong to a taker that is about to learn that it came second
+        oldest = generation if item.name.endswith(".tmp") else generation - _KEEP_RECORDS
+        if number.isdigit() and int(number) < oldest:
             unlink_if_there(files, layout.home("owner", item.name))

@@ -1,0 +1,1 @@
+"""What is saved, behind one protocol: ``write(files, ranks)`` and ``load(checkpoint, ranks)``."""

@@ -1,0 +1,1 @@
+"""One save by many ranks: rank files, the transaction of two rounds, the commit."""

@@ -1,0 +1,236 @@
+"""Which rank this is, of how many, and where rank 0's store is: four front doors to one coordination path.
+
+An initialised torch process group, an mpi4py communicator, SLURM's environment, or a single process. What the
+environment says must not contradict what is found: a training job that believes it is four single processes would
+write four "whole" checkpoints into one root, so that is an error here, not a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from distckpt.coordination.store import Client, ClientSource
+from distckpt.errors import ConfigError, CoordinationError
+from distckpt.runtime import Runtime
+
+ADDRESS_VARIABLE = "DISTCKPT_STORE_ADDR"
+PORT_VARIABLE = "DISTCKPT_STORE_PORT"
+_CONNECT = timedelta(seconds=120)
+_counts: dict[str, int] = {}
+
+
+@dataclass
+class Bootstrap:
+    """The answer. ``source`` makes one client per thread; ``new_gloo`` makes a process group for DCP (None: cannot)."""
+
+    kind: str
+    rank: int
+    world: int
+    source: ClientSource
+    server: Any = None
+    new_gloo: Callable[[], Any] | None = None
+
+
+def find(group: Any, runtime: Runtime) -> Bootstrap:
+    """The front door for ``group`` (None: look for one). Collective: every rank."""
+    if group is not None and hasattr(group, "Get_rank") and hasattr(group, "Bcast"):
+        return _from_mpi(group, runtime)
+    if isinstance(group, dist.ProcessGroup):
+        return _from_torch(group, runtime)
+    if group is not None:
+        raise ConfigError(f"group must be None, a torch ProcessGroup or an mpi4py Comm, not {type(group).__name__}")
+    if dist.is_available() and dist.is_initialized():
+        _check_world("the initialised torch process group", dist.get_world_size())
+        return _from_torch(None, runtime)
+    comm = _mpi_world()
+    if comm is not None:
+        _check_world("the MPI world", comm.Get_size())
+        return _from_mpi(comm, runtime)
+    if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "WORLD_SIZE" not in os.environ:
+        return _from_slurm(runtime)
+    _check_world("this process, which has no process group", 1)
+    return _single(runtime)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def _check_world(found: str, world: int) -> None:
+    """Compare with what the launcher promised: torchrun's and deepspeed's WORLD_SIZE, else srun's number of tasks."""
+    for variable, remedy in (("WORLD_SIZE", "call torch.distributed.init_process_group (or deepspeed.initialize) before "
+                                            "CheckpointManager"),
+                             ("SLURM_STEP_NUM_TASKS", "initialise the process group first, or run one task"),
+                             ("OMPI_COMM_WORLD_SIZE", "import mpi4py first, or pass group=MPI.COMM_WORLD"),
+                             ("PMI_SIZE", "import mpi4py first, or pass group=MPI.COMM_WORLD")):
+        promised = _number(variable, 0)
+        if promised == 0:
+            continue
+        if promised != world:
+            raise ConfigError(f"{found} has {world} rank(s), but the environment says {variable}={promised}: {remedy}, or "
+                              "pass group= to say which ranks write this root, or unset the variable")
+        return
+
+
+# -- single ----------------------------------------------------------------------------------------------------------
+
+
+def _single(runtime: Runtime) -> Bootstrap:
+    raw: Any = dist.HashStore()  # type: ignore[attr-defined]
+    prefix = f"distckpt/{runtime.token(8)}/"
+    return Bootstrap("single", 0, 1, lambda: Client(raw, prefix))
+
+
+# -- a store of our own ----------------------------------------------------------------------------------------------
+
+
+def _serve(address: str, port: int) -> Any:
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, None, True, timeout=_CONNECT, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise CoordinationError(f"rank 0 cannot serve its store on {address}:{port}: {error}; set {ADDRESS_VARIABLE} to an "
+                                "address of this machine that the other ranks can reach") from error
+
+
+def _source(address: str, port: int, token: str) -> ClientSource:
+    def connect() -> Client:
+        try:
+            raw: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, None, False, timeout=_CONNECT, wait_for_workers=False)
+        except (dist.DistError, RuntimeError) as error:
+            raise CoordinationError(f"cannot reach rank 0's store at {address}:{port}: {error}; set {ADDRESS_VARIABLE} on rank "
+                                    "0 to an address that all ranks can reach") from error
+        return Client(raw, f"distckpt/{token}/", f" at {address}:{port}")
+
+    return connect
+
+
+def _own_address(towards: str | None) -> str:
+    """The address of this machine that peers reach: of the interface that leads to ``towards``."""
+    chosen = os.environ.get(ADDRESS_VARIABLE)
+    if chosen:
+        return chosen
+    target = towards or socket.gethostname()
+    try:
+        resolved = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(resolved[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(resolved[4])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return target
+
+
+def _publish(rank: int, world: int, towards: str | None, runtime: Runtime, tell: Callable[[str], object],
+             hear: Callable[[], str]) -> tuple[ClientSource, Any]:
+    """Rank 0 serves a store and tells where it is; the others hear."""
+    if world == 1:
+        single = _single(runtime)
+        return single.source, None
+    if rank == 0:
+        address = _own_address(towards)
+        server = _serve(address, 0)
+        token = runtime.token(8)
+        tell(f"{address} {server.port} {token}")
+        return _source(address, server.port, token), server
+    address, port, token = hear().split(" ")
+    return _source(address, int(port), token), None
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError("this process is not a member of the group that was passed: make the manager on its members only")
+    members = dist.get_process_group_ranks(group) if group is not None else list(range(world))
+    line = ",".join(map(str, members))
+    number = _counts.get(line, 0)
+    _counts[line] = number + 1
+    key = f"distckpt/bootstrap/{line}/{number}"
+    exchange = dist.distributed_c10d._get_default_store()
+    source, server = _publish(rank, world, os.environ.get("MASTER_ADDR") or getattr(exchange, "host", None), runtime,
+                              lambda text: exchange.set(key, text), lambda: exchange.get(key).decode())
+
+    def new_gloo() -> Any:
+        return dist.new_group(ranks=members, backend="gloo", use_local_synchronization=group is not None)
+
+    return Bootstrap("torch", rank, world, source, server, new_gloo)
+
+
+# -- MPI -------------------------------------------------------------------------------------------------------------
+
+
+def _mpi_world() -> Any:
+    """MPI's world when this is an MPI program of several ranks, else None. Never starts MPI in a program without it."""
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    mpi = sys.modules["mpi4py.MPI"]
+    if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        return None
+    return mpi.COMM_WORLD
+
+
+def _from_mpi(comm: Any, runtime: Runtime) -> Bootstrap:
+    rank, world = comm.Get_rank(), comm.Get_size()
+    size = 256
+    hosts = bytearray(size * world)
+    mine = socket.gethostname().encode()[:size].ljust(size, b"\0")
+    comm.Allgather([mine, size], [hosts, size])
+    same = all(hosts[i:i + size] == mine for i in range(0, len(hosts), size))
+
+    def broadcast(text: str) -> str:
+        buffer = bytearray(text.encode().ljust(1024, b"\0"))
+        comm.Bcast(buffer, root=0)
+        return buffer.rstrip(b"\0").decode()
+
+    source, server = _publish(rank, world, "127.0.0.1" if same else None, runtime, broadcast,
+                              lambda: broadcast(""))
+    return Bootstrap("mpi", rank, world, source, server)
+
+
+# -- SLURM -----------------------------------------------------------------------------------------------------------
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of SLURM's compressed list: ``n[003-010,12],m1`` gives ``n003``."""
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?([^,]*)", nodelist.strip())
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to the first node")
+    return match.group(1) + (match.group(2) or "") + (match.group(3) if match.group(2) else "")
+
+
+_slurm_stores: dict[tuple[str, int], Any] = {}
+
+
+def _from_slurm(runtime: Runtime) -> Bootstrap:
+    rank, world = _number("SLURM_PROCID", -1), _number("SLURM_STEP_NUM_TASKS", 0)
+    if not 0 <= rank < world:
+        raise ConfigError(f"SLURM_PROCID={os.environ.get('SLURM_PROCID')!r} is not a rank of SLURM_STEP_NUM_TASKS={world}")
+    job, step = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    host = os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    # One step of one job has one port. Ports below 32768 are not handed out to outgoing connections by default.
+    port = _number(PORT_VARIABLE, 12_000 + (int(job) * 31 + int(step) * 7) % 20_000 if (job + step).isdigit() else 12_000)
+    number = _counts.get("slurm", 0)
+    _counts["slurm"] = number + 1
+    address = _own_address(host) if rank == 0 else os.environ.get(ADDRESS_VARIABLE, host)
+    place = (address, port)
+    server = None
+    if rank == 0:
+        server = _slurm_stores.get(place) or _serve(address, port)
+        _slurm_stores[place] = server
+    token = f"slurm-{job}-{step}-{restart}-{number}"
+    source = _source(address, port, token)
+    return Bootstrap("slurm", rank, world, source, server)

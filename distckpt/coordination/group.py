@@ -1,0 +1,115 @@
+"""The ranks of one manager: their rounds, their pulse, and who sits on which host."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import distckpt
+from distckpt.coordination.bootstrap import Bootstrap
+from distckpt.coordination.listener import Listener
+from distckpt.coordination.pulse import Pulse
+from distckpt.coordination.rounds import Report, Rounds, require_same
+from distckpt.errors import ConfigError, CoordinatorLost
+from distckpt.runtime import Identity, Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Group:
+    """Made by ``Group.connect`` on every rank. ``identities`` says who every rank is."""
+
+    def __init__(self, bootstrap: Bootstrap, runtime: Runtime) -> None:
+        self.kind, self.rank, self.world = bootstrap.kind, bootstrap.rank, bootstrap.world
+        self.identity = runtime.identity()
+        self._bootstrap, self._runtime = bootstrap, runtime
+        self._gloo: Any = None
+        self._client = bootstrap.source()
+        self.pulse = Pulse(bootstrap.source, self.rank, runtime, self.identity)
+        self.listener = Listener(bootstrap.source, self.rank, runtime)
+        self.rounds = Rounds(self._client, self.rank, self.world, runtime, self.pulse)
+        self.identities: dict[int, Identity] = {}
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap, runtime: Runtime, timeout: float) -> Group:
+        """All ranks, introduced to each other; RankTimeout names those who did not come. Collective."""
+        group = cls(bootstrap, runtime)
+        try:
+            with group.rounds.call("start") as call:
+                verdict = call.round("hello", {"identity": group.identity.to_json(), "version": distckpt.__version__},
+                                     _meet, timeout)
+        except BaseException:
+            group.abandon()
+            raise
+        group.identities = {int(r): Identity.from_json(v) for r, v in verdict["identities"].items()}
+        if group.rank == 0:
+            group.pulse.identities = {r: i for r, i in group.identities.items() if r != 0}
+        return group
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        return {rank: identity.host for rank, identity in self.identities.items()}
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this is the lowest rank of its host."""
+        return self.rank == min(rank for rank, host in self.hosts.items() if host == self.identity.host)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The lowest rank of each host."""
+        first: dict[str, int] = {}
+        for rank, host in sorted(self.hosts.items()):
+            first.setdefault(host, rank)
+        return sorted(first.values())
+
+    def require_collectives(self) -> None:
+        """ConfigError when a framework that runs collectives cannot run here. Local, the same on every rank."""
+        if self.world > 1 and self._bootstrap.new_gloo is None:
+            raise ConfigError(f"DCP needs a torch process group, and these {self.world} ranks were found by {self.kind}: "
+                              "initialise torch.distributed first, or save with Shards")
+
+    def collectives(self) -> Any:
+        """A gloo group of our own for DCP, made when first needed; None for one rank. Collective.
+
+        Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group.
+        """
+        self.require_collectives()
+        if self.world == 1 or self._bootstrap.new_gloo is None:
+            return None
+        if self._gloo is None:
+            self._gloo = self._bootstrap.new_gloo()
+        return self._gloo
+
+    def close(self, timeout: float) -> None:
+        """Say goodbye. Rank 0 keeps the store open until every rank said so, or for ``timeout`` seconds (S19)."""
+        rounds = self.rounds
+        try:
+            if rounds.rank == 0:
+                self.pulse.stop()
+                for rank in range(self.world):
+                    rounds.caller.send(rank, "bye")
+                keys = [f"bye/{rank}" for rank in range(1, self.world)]
+                if keys and not rounds.client.wait(keys, timeout):
+                    log.warning("not every rank said goodbye within %g s; closing the store", timeout)
+                self.listener.join(5)
+            else:
+                self.listener.join(timeout)
+                self.pulse.stop()
+                rounds.client.set(f"bye/{self.rank}", {})
+        except CoordinatorLost as error:
+            log.debug("closing without a goodbye: %s", error)
+        self._drop()
+
+    def abandon(self) -> None:
+        """Stop without a word to the others: an exception is in flight, and they may be anywhere. Local."""
+        self.pulse.stop()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._bootstrap.server = None
+
+
+def _meet(reports: dict[int, Report]) -> Report:
+    require_same(reports, {"version": "the distckpt version"}, "start")
+    return {"identities": {str(rank): report["identity"] for rank, report in reports.items()}}

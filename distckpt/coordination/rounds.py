@@ -1,0 +1,221 @@
+"""The one exchange everything is made of: every rank reports, rank 0 decides, every rank gets the verdict.
+
+Safety, in short. One key per rank and round, taken from absent and never added to, so that a retried or late report
+cannot count twice (S19); keys carry the call's number and the attempt, so that a message of a dead attempt is never
+mistaken for a live one. The verdict's key is taken by compare-and-set as well: a rank that gives up takes it first, and
+then nobody can decide otherwise. A call's keys go when all reports of the *next* call are in: then every rank has read
+them (tests/unit/test_rounds.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distckpt.coordination.listener import Caller
+from distckpt.coordination.pulse import Pulse, Watch, beat_key, describe
+from distckpt.coordination.store import Client
+from distckpt.errors import (
+    CoordinationError,
+    DistckptError,
+    RankDisagreement,
+    RankLost,
+    RankTimeout,
+    from_wire,
+    to_wire,
+)
+from distckpt.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+Decide = Callable[[dict[int, Report]], Report]
+
+
+class Rounds:
+    """The collective calls of one group of ranks, in the order in which every rank makes them. One thread's."""
+
+    def __init__(self, client: Client, rank: int, world: int, runtime: Runtime, pulse: Pulse) -> None:
+        self.client, self.rank, self.world = client, rank, world
+        self.runtime, self.pulse = runtime, pulse
+        self.caller = Caller(client, runtime)
+        self.on_stacks: Callable[[dict[int, str]], None] = lambda stacks: None
+        self._number = 0
+        self._old_keys: list[str] = []
+        self._keys: list[str] = []
+
+    @contextmanager
+    def call(self, op: str, step: int | None = None) -> Iterator[Call]:
+        """One collective call; every rank must make it, in the same order."""
+        self._number += 1
+        self.pulse.enter(self._number, op, step)
+        try:
+            yield Call(self, self._number, op, step)
+        finally:
+            self._old_keys, self._keys = self._old_keys + self._keys, []
+            self.pulse.leave(self.client)
+
+    def used(self, key: str) -> str:
+        """Note a key of the current call, for rank 0 to delete in time."""
+        if self.rank == 0:
+            self._keys.append(key)
+        return key
+
+    def forget_old(self) -> None:
+        """Delete the keys of earlier calls; rank 0, when all reports of the present one are in."""
+        if self.rank == 0 and self._old_keys:
+            self.client.delete(self._old_keys)
+            self._old_keys = []
+
+
+class Call:
+    """One collective call, made of rounds."""
+
+    def __init__(self, rounds: Rounds, number: int, op: str, step: int | None) -> None:
+        self.rounds, self.number, self.op, self.step = rounds, number, op, step
+        self._first = True
+
+    def key(self, *parts: object) -> str:
+        return self.rounds.used("/".join(["call", str(self.number), *map(str, parts)]))
+
+    @property
+    def what(self) -> str:
+        return f"{self.op}" + (f" of step {self.step}" if self.step is not None else "")
+
+    def round(self, name: str, report: Report, decide: Decide, timeout: float) -> Report:
+        """The verdict, the same on every rank; if it is an error, every rank raises that.
+
+        ``decide`` runs on rank 0 with the reports by rank. ``timeout``: seconds until a rank that does not come is
+        named in a RankTimeout on every rank that did.
+        """
+        rounds = self.rounds
+        keys = {rank: self.key(name, "report", rank) for rank in range(rounds.world)}
+        verdict_key = self.key(name, "verdict")
+        rounds.client.claim(keys[rounds.rank], {**report, "op": self.op})
+        if rounds.rank == 0:
+            return self._lead(keys, verdict_key, decide, timeout)
+        return self._follow(verdict_key, timeout)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------
+
+    def gather(self, keys: dict[int, str], timeout: float, progress: bool = False, abort: str | None = None,
+               ) -> tuple[dict[int, Report], Watch]:
+        """All reports, or what there is when the pulse ended the wait; ``watch`` says why it did. Rank 0 only."""
+        rounds = self.rounds
+        watch = Watch(keys, self.what, timeout, progress, abort)
+        rounds.pulse.watch(watch)
+        try:
+            while not rounds.client.wait(list(keys.values()), 600.0):
+                if rounds.pulse.lost is not None:
+                    raise rounds.pulse.lost
+        finally:
+            rounds.pulse.watch(None)
+        found = rounds.client.get(list(keys.values()))
+        reports = {rank: value for rank, value in zip(keys, found, strict=True) if not value.get("filled")}
+        if self._first and len(reports) == len(keys):
+            self._first = False
+            rounds.forget_old()
+        return reports, watch
+
+    def absence(self, watch: Watch, phase: str) -> RankTimeout:
+        """The error that names who is missing, where, and in which phase each was last seen."""
+        missing: dict[int, Any] = {r: watch.beats.get(r) for r in watch.absent()}
+        for rank in watch.absent():
+            missing[rank] = missing[rank] or self.rounds.client.peek(beat_key(rank))
+            identity = self.rounds.pulse.identities.get(rank)
+            if identity is not None:
+                missing[rank] = {"host": identity.host, "pid": identity.pid, **(missing[rank] or {"phase": "never"})}
+        if watch.lost:
+            return RankLost(f"{self.what}: {describe(missing)} - the process has ended while rank 0 waited in phase "
+                            f"{phase!r}; its own log says why. The other ranks are fine; restart the job to resume",
+                            missing=missing, phase=phase)
+        return RankTimeout(f"{self.what}: no word for {watch.timeout:g} s in phase {phase!r} from {describe(missing)}; every "
+                           "rank must make this call. Their stacks are in the journal if they still answer; a longer "
+                           "deadline is Timeouts(arrive=..., progress=...)", missing=missing, phase=phase)
+
+    def ask_for_stacks(self, watch: Watch) -> None:
+        stacks = self.rounds.caller.stacks([r for r in watch.absent() if r != 0 and r not in watch.lost])
+        if stacks:
+            self.rounds.on_stacks(stacks)
+
+    def _lead(self, keys: dict[int, str], verdict_key: str, decide: Decide, timeout: float) -> Report:
+        reports, watch = self.gather(keys, timeout)
+        try:
+            if watch.absent():
+                raise self.absence(watch, self.rounds.pulse.current_phase)
+            ops = {rank: str(report.get("op")) for rank, report in reports.items()}
+            if len(set(ops.values())) > 1:
+                raise RankDisagreement(f"ranks made different calls at the same time: {by_value(ops)}; every rank must call "
+                                       "the manager's methods in the same order", values=ops)
+            verdict = decide(reports)
+        except DistckptError as error:
+            self._announce(verdict_key, {"error": to_wire(error)})
+            if watch.absent():
+                self.ask_for_stacks(watch)
+            raise
+        except BaseException as error:  # announced and raised again: whatever fails here must not strand the others
+            self._announce(verdict_key, {"error": to_wire(CoordinationError(
+                f"{self.what}: rank 0 could not decide: {type(error).__name__}: {error}; see rank 0's log"))})
+            raise
+        return self._announce(verdict_key, verdict)
+
+    def _announce(self, key: str, verdict: Report) -> Report:
+        standing = self.rounds.client.claim(key, {**verdict, "by": 0})
+        if standing.get("by") != 0:
+            raise from_wire(standing["error"])
+        return verdict
+
+    # -- the others ----------------------------------------------------------------------------------------------
+
+    def _follow(self, key: str, timeout: float) -> Report:
+        rounds = self.rounds
+        if not self.await_rank0(key, timeout):
+            beat = rounds.client.peek(beat_key(0))
+            error = RankTimeout(f"{self.what}: rank 0 did not come within {timeout:g} s; rank {rounds.rank} gave up. "
+                                f"{describe({0: beat})}; every rank must make this call", missing={0: beat},
+                                phase=rounds.pulse.current_phase)
+            rounds.client.claim(key, {"error": to_wire(error), "by": rounds.rank})
+        verdict = rounds.client.get([key])[0]
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return verdict
+
+    def await_rank0(self, key: str, timeout: float) -> bool:
+        """Whether ``key`` came. The deadline runs only while rank 0 is elsewhere or its heartbeat stands still (S4)."""
+        client = self.rounds.client
+        before: Any = None
+        while not client.wait([key], timeout):
+            beat = client.peek(beat_key(0)) or {}
+            now = (beat.get("call"), beat.get("moves"))
+            if beat.get("call") != self.number or now == before:
+                return client.has(key)
+            before = now
+        return True
+
+
+def by_value(values: dict[int, Any], limit: int = 6) -> str:
+    """``{0: 5, 1: 5, 2: 6}`` as "5 on ranks 0-1; 6 on rank 2"."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(repr(values[rank]), []).append(rank)
+    parts = []
+    for text, ranks in list(groups.items())[:limit]:
+        if len(ranks) == 1:
+            where = f"rank {ranks[0]}"
+        elif ranks == list(range(ranks[0], ranks[-1] + 1)):
+            where = f"ranks {ranks[0]}-{ranks[-1]}"
+        else:
+            where = "ranks " + ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+        parts.append(f"{text} on {where}")
+    return "; ".join(parts)
+
+
+def require_same(reports: dict[int, Report], names: dict[str, str], what: str) -> None:
+    """RankDisagreement unless all ``reports`` agree on every field of ``names`` (field: how people call it)."""
+    for field, label in names.items():
+        values = {rank: report.get(field) for rank, report in reports.items()}
+        if len({repr(v) for v in values.values()}) > 1:
+            raise RankDisagreement(f"{what}: ranks disagree on {label}: {by_value(values)}; every rank must pass the same",
+                                   values=values)

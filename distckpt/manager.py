@@ -1,0 +1,389 @@
+"""CheckpointManager: the one door. Save, resume, restore, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt import catalog, options, resume, start
+from distckpt.checkpoint import Checkpoint
+from distckpt.coordination import bootstrap
+from distckpt.coordination.group import Group
+from distckpt.coordination.rounds import Call, Report
+from distckpt.digest import XXH3, check_algorithm
+from distckpt.errors import ConfigError, DistckptError
+from distckpt.layout import MAIN, Layout, Naming, check_series, check_step
+from distckpt.marker import check_meta, check_metrics
+from distckpt.options import Seams, Timeouts
+from distckpt.owned import OwnedRoot
+from distckpt.payloads.base import Payload, Ranks, as_payload
+from distckpt.reader import Root
+from distckpt.resume import Resumed, Wish
+from distckpt.retention import Policy
+from distckpt.saving.committer import Committer, final_name
+from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.handle import SaveHandle
+from distckpt.saving.lineage import Lineage
+from distckpt.saving.transaction import Request, Transaction
+from distckpt.series import SeriesView
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Series:
+    name: str
+    policy: Policy
+
+
+class CheckpointManager:
+    """Checkpoints of one run in one directory, written by all its ranks.
+
+    Collective: every rank makes it, with equal arguments, after its process group or engine exists. Raises on every
+    rank alike: ConfigError (arguments, an unusable root, storage that ranks do not share), RootInUse (another live
+    writer), RankDisagreement (ranks passed different things), RankTimeout (some did not come).
+
+    ``root``: the directory of the run's checkpoints. ``group``: None finds the ranks (torch process group, MPI, SLURM, one
+    process); or a torch ProcessGroup, or an mpi4py Comm. ``naming``: a template with one ``{step}`` (None: the root's own,
+    else ``step-{step}``). ``keep_last``, ``keep_every``, ``keep_best`` (by ``best_metric``, ``best_mode``), or
+    ``retention=KeepLast(3) | KeepBest(2, "loss")``: what stays; nothing given: nothing is ever deleted. ``on_exists``: what a
+    save of a committed step does: "error", "skip", "replace". ``fingerprint``: names the model or configuration; resume
+    refuses another's. ``digest``: "xxh3-128" or None.
+
+    Use it as a context manager; it must be closed by every rank.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], group: Any = None, *, naming: str | None = None, run_id: str | None = None,
+                 fingerprint: str | None = None, keep_last: int | None = None, keep_every: int | None = None,
+                 keep_best: int | None = None, best_metric: str = "loss", best_mode: str = "min",
+                 retention: Policy | None = None, on_exists: str = "error", digest: str | None = XXH3,
+                 timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
+        policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
+        self._seams = seams or Seams()
+        self._timeouts = timeouts or Timeouts()
+        self._on_exists = options.choice("on_exists", on_exists, options.ON_EXISTS)
+        self._algorithm = check_algorithm(digest)
+        self._fingerprint = fingerprint
+        self._layout = Layout.at(root)
+        asked = Naming.parse(naming) if naming is not None else None
+        self._pid = os.getpid()
+        self._closed = False
+        self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy)}
+        found = self._seams.bootstrap or bootstrap.find(group, self._seams.runtime)
+        self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive)
+        compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
+                   "fingerprint": fingerprint, "naming": naming}
+        try:
+            with self._group.rounds.call("start") as call:
+                self._start = start.Start(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id)
+                self._naming = self._start.open(call, compared, self._timeouts.arrive, self._timeouts.visible)
+        except BaseException:
+            self._group.abandon()
+            raise
+        self._owned: OwnedRoot | None = self._start.owned
+        self._lineage = Lineage(self._seams.runtime.token(8))
+        self._committer: Committer | None = None
+        if self._owned is not None:
+            self._committer = Committer(self._owned, self._group, self._lineage, fingerprint)
+            self._group.rounds.on_stacks = self._journal_stacks
+            start.say_hello(self._owned, self._group, policy)
+
+    # -- who and where -------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> str:
+        """The root, absolute. Local."""
+        return self._layout.root
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world(self) -> int:
+        return self._group.world
+
+    def _journal_stacks(self, stacks: dict[int, str]) -> None:
+        assert self._owned is not None
+        for rank, text in stacks.items():
+            self._owned.journal.event("stacks", rank=rank, stacks=text)
+
+    def _usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(f"this manager belongs to process {self._pid}; a forked child (a DataLoader worker, say) must not "
+                              "act for its parent: use distckpt.open(root) there to read")
+        if self._closed:
+            raise ConfigError(f"the manager of {self.root} is closed")
+
+    def _ranks(self, strict: bool = True, only: Collection[str] | None = None) -> Ranks:
+        return Ranks(self.rank, self.world, self._group.collectives, strict, only)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
+             on_exists: str | None = None) -> SaveHandle:
+        """Save ``payload`` as the checkpoint of ``step`` (optimizer steps done); returns when it is committed everywhere.
+
+        Collective: every rank, with the same step. ``payload``: TrainState, DCP, Shards, a mapping of those, or a state
+        dict (one file per rank). ``metrics``: name to number, for ``keep_best``. ``meta``: small JSON values kept in the marker.
+
+        Raises on every rank alike: SaveError with the causes of all failing ranks (DiskFull, StepAlreadyExists among them),
+        RankDisagreement, RankTimeout, RankLost, CoordinatorLost. After an error the checkpoints before it are untouched and
+        the next save works.
+        """
+        return self._save(MAIN, step, payload, metrics, meta, on_exists)
+
+    @contextmanager
+    def saving(self, step: int, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
+               on_exists: str | None = None) -> Iterator[RankFiles]:
+        """The universal plug: write whatever you like through the ``files`` it gives; leaving the block commits it.
+
+        Collective: every rank enters and leaves. ``files.mine(name)`` is a path of this rank's own, ``files.shared(name)`` one
+        that a single rank writes (``files.writes(name)`` says which), ``files.path`` the directory for a framework's saver. An
+        exception in the block of one rank is a SaveError on every rank. With ``on_exists="skip"`` and a step that is there,
+        ``files.skipped`` is true and what the block writes is thrown away.
+        """
+        with self._saving(MAIN, step, None, metrics, meta, on_exists) as (files, _):
+            yield files
+
+    def _request(self, series: str, step: int, payload: Payload | None, metrics: Mapping[str, Any] | None,
+                 meta: Mapping[str, Any] | None, on_exists: str | None) -> Request:
+        self._usable()
+        number = check_step(step)
+        rule = self._on_exists if on_exists is None else options.choice("on_exists", on_exists, options.ON_EXISTS)
+        return Request(step=number, series=series, on_exists=rule,
+                       name=final_name(self._naming, series, number), metrics=check_metrics(metrics), meta=check_meta(meta),
+                       collective=payload is not None and payload.collective, discardable=payload is None)
+
+    def _save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
+              on_exists: str | None) -> SaveHandle:
+        self._usable()
+        part = as_payload(payload)
+        if part.collective:
+            self._group.require_collectives()
+        with self._saving(series, step, part, metrics, meta, on_exists) as (files, outcome):
+            if not files.skipped:
+                part.write(files, self._ranks())
+        name = outcome.get("existing") or outcome["committed"]["name"]
+        return SaveHandle(self._seams.files, self._layout.final(name), step, self.rank, self.world, "existing" in outcome)
+
+    @contextmanager
+    def _saving(self, series: str, step: int, payload: Payload | None, metrics: Mapping[str, Any] | None,
+                meta: Mapping[str, Any] | None, on_exists: str | None) -> Iterator[tuple[RankFiles, Report]]:
+        request = self._request(series, step, payload, metrics, meta, on_exists)
+        outcome: Report = {}
+        with self._group.rounds.call("save", request.step) as call:
+            if self._committer is not None:
+                self._committer.prepare(request, self._series[series].policy)
+            work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
+                               algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
+                               visible=self._timeouts.visible)
+            files = work.begin({"options": self._series[series].policy.spec, "members": payload.members if payload else None,
+                                "refused": _refusal(payload)})
+            if files is None:
+                assert work.go is not None
+                outcome["existing"] = work.go.existing
+                yield RankFiles(self._seams.files, "", self.rank, self.world, algorithm=None, aborted=lambda: False,
+                                skipped=True), outcome
+                return
+            try:
+                work.await_staging()
+                if request.collective:
+                    self._group.collectives()
+                yield files, outcome
+            except Exception as error:  # reported to all ranks, and raised again as the cause of the SaveError
+                _log_own(error, request.step, self.rank)
+                work.finish(files, error)
+                raise
+            except BaseException as error:  # an interrupt is the caller's; the others must learn of it all the same
+                _tell(work, files, error)
+                raise
+            outcome.update(work.finish(files, None))
+
+    # -- resuming ------------------------------------------------------------------------------------------------
+
+    def resume(self, step: int | None = None, *, verify: str = "size", allow_fresh: bool = False) -> Resumed:
+        """Which checkpoint the run goes on from: the same answer on every rank. Loads nothing.
+
+        Collective. ``.checkpoint`` is None for a fresh start, which is the answer only when nothing can be lost by it;
+        ``.skipped`` maps what was passed over to the reason. ``step``: that one, or an error; no pointer is consulted.
+        ``verify="digest"`` reads every byte, shared among the ranks. ``allow_fresh``: start over though candidates exist.
+
+        Raises on every rank alike: NoUsableCheckpoint, StepNotFound, ResumeError (a rank cannot tell, or another
+        fingerprint), RankDisagreement, RankTimeout.
+        """
+        self._usable()
+        with self._group.rounds.call("resume") as call:
+            return self._resume(call, MAIN, step, verify, allow_fresh, None)
+
+    def restore(self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None, strict: bool = True,
+                only: Collection[str] | None = None, verify: str = "size", allow_fresh: bool = False) -> int | None:
+        """Resume and load into ``state``, in place; the step to go on from, or None for a fresh start.
+
+        Collective. ``source``: a checkpoint of another root (a warm start: this run's own lineage stays empty).
+        ``strict=False``: a member that the checkpoint lacks keeps what it has. ``only``: names of parts to load.
+
+        Raises on every rank alike, also when only one rank's load failed: what ``resume`` raises, WorldMismatch,
+        MemberMissing, IntegrityError, or ResumeError with that rank's cause.
+        """
+        return self._restore(MAIN, state, step, source, strict, only, verify, allow_fresh)
+
+    def _restore(self, series: str, state: Any, step: int | None, source: str | os.PathLike[str] | None, strict: bool,
+                 only: Collection[str] | None, verify: str, allow_fresh: bool) -> int | None:
+        self._usable()
+        part = as_payload(state)
+        if part.collective:
+            self._group.require_collectives()
+        with self._group.rounds.call("restore") as call:
+            found = self._resume(call, series, step, verify, allow_fresh, source)
+            if found.checkpoint is None:
+                return None
+            if part.collective:
+                self._group.collectives()
+            self._group.pulse.phase(f"loading {found.checkpoint.name}")
+            error: Exception | None = None
+            try:
+                part.load(found.checkpoint, self._ranks(strict, only))
+            except Exception as raised:  # every rank ends with the round below, which raises it everywhere
+                error = raised
+            resume.end_load(call, self._group, found.checkpoint, error, self._timeouts.progress)
+            return found.checkpoint.step
+
+    def _resume(self, call: Call, series: str, step: int | None, verify: str, allow_fresh: bool,
+                source: str | os.PathLike[str] | None) -> Resumed:
+        how = options.choice("verify", verify, options.VERIFY)
+        wish = Wish(series, None if step is None else check_step(step), how, allow_fresh,
+                    self._fingerprint if source is None else None, source is not None)
+        files, layout = self._seams.files, self._layout
+        if source is not None:
+            layout = Layout.at(source)
+        chooser = None
+        if self._owned is not None:
+            if source is None:
+                chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish)
+            else:
+                other = Root(source, files, self._seams.runtime)
+                chooser = resume.Chooser(files, layout, other.naming, None, None, self._lineage, wish)
+        looker = resume.Looker(files, layout.root, self._group, self._seams.runtime, self._timeouts.visible)
+        return resume.agree(call, self._group, chooser, looker, wish, layout.root, files, self._timeouts.arrive,
+                            self._timeouts.progress)
+
+    # -- further series ------------------------------------------------------------------------------------------
+
+    def series(self, name: str, *, keep_last: int | None = None, keep_every: int | None = None, keep_best: int | None = None,
+               best_metric: str = "loss", best_mode: str = "min", retention: Policy | None = None) -> SeriesView:
+        """A further line of checkpoints with limits of its own, under the same owner: ``step-100-<name>``. Local.
+
+        Every rank makes it with the same arguments; the first save compares them.
+        """
+        self._usable()
+        check_series(name)
+        policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
+        if name in self._series:
+            raise ConfigError(f"series {name!r} exists already; make it once and keep the view")
+        mine = self._naming.of_series(name)
+        for other in self._series:
+            if mine.overlaps(self._naming.of_series(other)):
+                raise ConfigError(f"series {name!r} and {other!r} could both own a name under {self._naming.template!r}")
+        self._series[name] = _Series(name, policy)
+        return SeriesView(self, name)
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self, series: str = MAIN) -> list[Checkpoint]:
+        """Committed checkpoints of this root, newest commit first. Local: must not steer collective code."""
+        return Root(self.root, self._seams.files, self._seams.runtime).checkpoints(series)
+
+    def all_steps(self) -> list[int]:
+        """Steps of the committed checkpoints, ascending. Local: must not steer collective code."""
+        root = Root(self.root, self._seams.files, self._seams.runtime)
+        return sorted(e.step for e in root.entries(MAIN) if e.committed)
+
+    def latest_step(self) -> int | None:
+        """Step of the newest commit, None when there is none. Local: ``resume`` is what ranks agree on."""
+        found = [e for e in catalog.scan(self._seams.files, self._layout, self._naming) if e.series == MAIN and e.committed]
+        return found[0].step if found else None
+
+    def best_step(self, metric: str = "loss", mode: str = "min") -> int | None:
+        """Step of the best checkpoint by ``metric``, None when none has it. Local."""
+        options.choice("mode", mode, ("min", "max"))
+        scored = [c for c in self.checkpoints() if c.metrics.get(metric) == c.metrics.get(metric) and metric in c.metrics]
+        if not scored:
+            return None
+        pick = min if mode == "min" else max
+        return pick(scored, key=lambda c: c.metrics[metric]).step
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks, delete what is in trash, give the root back. Collective; once.
+
+        In a forked child it does nothing.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            with self._group.rounds.call("close") as call:
+                call.round("goodbye", {}, self._end, self._timeouts.close)
+        except DistckptError:
+            self._leave()
+            raise
+        self._closed = True
+        if self._owned is not None:
+            self._owned.close()
+        self._group.close(min(self._timeouts.close, 30.0))
+
+    def _end(self, reports: dict[int, Report]) -> Report:
+        """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
+        assert self._owned is not None and self._committer is not None
+        for attempt in self._owned.dead_attempts():
+            if attempt not in self._owned.live:
+                self._owned.remove_attempt(attempt)
+        return {}
+
+    def _leave(self) -> None:
+        """Give the root back without a word to the others."""
+        self._closed = True
+        if self._owned is not None:
+            self._owned.close()
+        self._group.abandon()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
+        if value is None:
+            self.close()
+        elif not self._closed and os.getpid() == self._pid:
+            try:
+                self._leave()  # the others may be anywhere: no collective, and nothing may hide the exception in flight
+            except (DistckptError, OSError) as error:
+                log.warning("closing after %s: %s", type(value).__name__, error)
+
+
+def _refusal(payload: Payload | None) -> str | None:
+    """Why this rank's payload could not be loaded again; told in begin, so that every rank refuses before any I/O."""
+    if payload is None:
+        return None
+    try:
+        payload.check()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _log_own(error: Exception, step: int, rank: int) -> None:
+    """The failing rank speaks first, before anything is sent: the others' errors may never arrive."""
+    if not isinstance(error, PeerFailed):
+        log.error("rank %d failed in the save of step %d: %s: %s", rank, step, type(error).__name__, error)
+
+
+def _tell(work: Transaction, files: RankFiles, error: BaseException) -> None:
+    try:
+        work.finish(files, error)
+    except DistckptError as reported:
+        log.debug("the interrupted save ended: %s", reported)

@@ -1,0 +1,97 @@
+"""The protocol of a payload, and how several make one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import ConfigError
+from distckpt.layout import check_member_path
+from distckpt.saving.files import RankFiles
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who writes or loads. ``gloo``: a process group of our own for frameworks that run collectives, None for one rank.
+
+    ``strict``: a member that the checkpoint lacks is an error. ``only``: names to load, None for all.
+    """
+
+    rank: int
+    world: int
+    gloo: Callable[[], Any]
+    strict: bool = True
+    only: Collection[str] | None = None
+
+
+@runtime_checkable
+class Payload(Protocol):
+    """Structural: nothing has to inherit from us.
+
+    ``collective``: whether ``write`` and ``load`` run collectives, which every rank must then enter even when another
+    payload has failed. ``check`` refuses, before any I/O, what could not be loaded again.
+    """
+
+    @property
+    def collective(self) -> bool: ...
+    @property
+    def members(self) -> list[str]: ...
+    def check(self) -> None: ...
+    def write(self, files: RankFiles, ranks: Ranks) -> None: ...
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None: ...
+
+
+class Several:
+    """Named payloads in one checkpoint, each in a sub-directory of its name; those that run collectives go first.
+
+    So a rank whose own file fails has left no collective that the others would wait in.
+    """
+
+    def __init__(self, payloads: Mapping[str, Payload]) -> None:
+        for name in payloads:
+            check_member_path(name)
+        self._payloads = dict(sorted(payloads.items(), key=lambda item: (not item[1].collective, item[0])))
+
+    @property
+    def collective(self) -> bool:
+        return any(p.collective for p in self._payloads.values())
+
+    @property
+    def members(self) -> list[str]:
+        return [f"{name}/{member}" for name, p in self._payloads.items() for member in p.members or [""]]
+
+    def check(self) -> None:
+        for payload in self._payloads.values():
+            payload.check()
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        for name, payload in self._payloads.items():
+            payload.write(files.below(name), ranks)
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        for name, payload in self._payloads.items():
+            if ranks.only is None or name in ranks.only:
+                payload.load(checkpoint.below(name), ranks)
+
+
+def as_payload(value: Any) -> Payload:
+    """A payload, several by name, or a state dict (one file per rank)."""
+    from distckpt.payloads.shards import Shards
+
+    if isinstance(value, Mapping):
+        kinds = {isinstance(v, Payload) for v in value.values()}
+        if kinds == {True}:
+            return Several(value)
+        if True in kinds:
+            plain = next(k for k, v in value.items() if not isinstance(v, Payload))
+            raise ConfigError(f"a mapping of payloads must hold payloads only; {plain!r} is {type(value[plain]).__name__}: wrap "
+                              "it in Shards(...)")
+        return Shards(value, name="state")
+    if isinstance(value, Payload):
+        return value
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return Shards(value, name="state")
+    raise ConfigError(f"cannot save a {type(value).__name__}: pass TrainState, DCP, Shards, a mapping of those, a state dict, "
+                      "or an object with state_dict() and load_state_dict()")

@@ -1,0 +1,139 @@
+"""Sharded model and optimizer by torch.distributed.checkpoint: FSDP2, FSDP1, DDP and plain modules.
+
+Layout, planning and resharding are DCP's. What is ours: the directory, the durability, and not believing DCP's word:
+it returns success although a writer thread failed (FIELD_CASES B89), and fsyncs its metadata before the buffer is
+flushed. Here every planned item must have been written, and every file is synced and measured again by path.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import ConfigError
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import PeerFailed, RankFiles
+
+_METADATA = ".metadata"
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own file writer, which claims what this rank wrote and notices what it did not."""
+
+    def __init__(self, files: RankFiles) -> None:
+        # One thread: DCP drops the errors of the others. No fsync of its own: ours follows, after the flush.
+        super().__init__(files.directory, sync_files=False, thread_count=1)
+        self._claims = files
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The directory is there already and is never made on the way: a fenced-off zombie must get ENOENT (S5)."""
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = super().write_data(plan, planner)
+        results = future.wait()
+        written = {result.index for result in results}
+        missing = [item.index for item in plan.items if item.index not in written]
+        if missing:
+            raise OSError(5, f"DCP reported success without writing {len(missing)} of {len(plan.items)} items, such as "
+                             f"{missing[0].fqn}: a writer thread failed", self._claims.directory)
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            self._claims.claim(name)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._claims.claim(_METADATA)
+
+
+class DCP:
+    """Model and optimizer (or any state dict of tensors and stateful objects), written and resharded by DCP.
+
+    ``DCP(model, optimizer)``; ``optimizer`` may be a list. ``DCP(state={"name": tensor or stateful, ...})`` for the rest.
+    Collective on save and load; needs a torch process group when there are several ranks. Plain
+    ``torch.distributed.checkpoint.load`` reads the directory.
+    """
+
+    collective = True
+    members: list[str] = []
+
+    def __init__(self, model: Any = None, optimizer: Any = None, *, state: Mapping[str, Any] | None = None) -> None:
+        if model is None and state is None:
+            raise ConfigError("DCP needs a model, or state={...}")
+        if model is None and optimizer is not None:
+            raise ConfigError("DCP needs the model of the optimizer: its state is stored by parameter name")
+        if model is not None and not (hasattr(model, "named_parameters") and hasattr(model, "state_dict")):
+            raise ConfigError(f"DCP takes a torch module, not {type(model).__name__}")
+        self._model, self._extra = model, dict(state or {})
+        clash = {"model", "optimizer"} & set(self._extra)
+        if clash:
+            raise ConfigError(f"state may not use the name {sorted(clash)[0]!r}: it is the model's or the optimizer's own")
+        self._optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+    def check(self) -> None:
+        """Nothing to refuse: tensors are DCP's own, and its metadata is checked before it is read back."""
+
+    def _state(self) -> dict[str, Any]:
+        state = dict(self._extra)
+        if self._model is not None:
+            model, optimizer = get_state_dict(self._model, self._optimizers)
+            state["model"] = model
+            if self._optimizers:
+                state["optimizer"] = optimizer
+        return state
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        try:
+            with _quietly():
+                save(self._state(), storage_writer=_Writer(files), process_group=ranks.gloo(), no_dist=ranks.world == 1)
+        except CheckpointException as error:
+            raise _mine(error, ranks.rank) from error
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        checkpoint.check(_METADATA)  # DCP unpickles it
+        state = self._state()
+        try:
+            with _quietly():
+                load(state, storage_reader=FileSystemReader(checkpoint.directory), process_group=ranks.gloo(),
+                     no_dist=ranks.world == 1)
+        except CheckpointException as error:
+            raise _mine(error, ranks.rank) from error
+        if self._model is not None:
+            set_state_dict(self._model, self._optimizers, model_state_dict=state["model"],
+                           optim_state_dict=state.get("optimizer", {}))
+        for name, value in self._extra.items():
+            if not hasattr(value, "load_state_dict") and not hasattr(value, "copy_"):
+                self._extra[name] = state[name]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without DCP's warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _mine(error: CheckpointException, rank: int) -> Exception:
+    """What this rank itself raised inside DCP's collective; a rank that did not fail only stops.
+
+    DCP's own error derives from BaseException and comes up on every rank alike, which would blame all of them.
+    """
+    own = error.failures.get(rank)
+    if own is None:
+        return PeerFailed()
+    cause = own[0]
+    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

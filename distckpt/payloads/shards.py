@@ -1,0 +1,75 @@
+"""One file per rank, in a standard format: torch.save's or safetensors'. Readable without us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import ConfigError
+from distckpt.layout import check_member_path
+from distckpt.payloads import loadable
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import RankFiles, as_file
+
+_SUFFIX = {"torch": "pt", "safetensors": "safetensors"}
+
+
+class Shards:
+    """Every rank's own state: a state dict, or an object with ``state_dict`` and ``load_state_dict``.
+
+    ``format="torch"`` (default) writes torch.save's zip; ``"safetensors"`` a flat dict of tensors. Loads with
+    ``weights_only=True`` into the same objects, tensors in place. It does not reshard: another number of ranks at load
+    is a WorldMismatch.
+    """
+
+    collective = False
+    members: list[str] = []
+
+    def __init__(self, state: Any, name: str = "shard", format: str = "torch") -> None:
+        if format not in _SUFFIX:
+            raise ConfigError(f"format must be 'torch' or 'safetensors', not {format!r}")
+        if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
+            raise ConfigError(f"Shards takes a dict or an object with state_dict(), not {type(state).__name__}")
+        self._state, self._format = state, format
+        self._file = check_member_path(f"{name}.{_SUFFIX[format]}")
+
+    def _value(self) -> Any:
+        return self._state if isinstance(self._state, Mapping) else self._state.state_dict()
+
+    def check(self) -> None:
+        value = self._value()
+        if self._format == "torch":
+            loadable.check(value, "state")
+            return
+        for key, item in value.items():
+            if not isinstance(item, torch.Tensor):
+                raise ConfigError(f"state[{key!r}] is {type(item).__name__}; safetensors stores a flat dict of tensors only: use "
+                                  "format='torch'")
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        value = self._value()
+        if self._format == "safetensors":
+            from safetensors.torch import save_file  # an extra
+
+            save_file({k: v.contiguous() for k, v in value.items()}, files.mine(self._file))
+            return
+        with files.writer(self._file) as out:
+            torch.save(value, as_file(out))
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        path = checkpoint.mine(self._file)
+        if self._format == "safetensors":
+            from safetensors.torch import load_file
+
+            value: Any = load_file(path)
+        else:
+            value = torch.load(path, weights_only=True, map_location="cpu")
+        if isinstance(self._state, Mapping):
+            if not isinstance(self._state, dict):
+                raise ConfigError(f"cannot load in place into a {type(self._state).__name__}; pass a dict")
+            loadable.fill(self._state, value, "state")
+        else:
+            self._state.load_state_dict(value)

@@ -1,0 +1,89 @@
+"""The short way: everything a training loop holds, and the payload for each part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import ConfigError
+from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.dcp import DCP
+from distckpt.payloads.members import Member, Members
+from distckpt.payloads.rng import Rng
+from distckpt.payloads.shards import Shards
+from distckpt.saving.files import RankFiles
+
+
+class TrainState:
+    """All of a loop's state as one payload: ``TrainState(model=..., optimizer=..., scheduler=..., loader=..., rng=True)``.
+
+    The model (plain, DDP, FSDP1 or FSDP2) and the optimizer go through DCP, which reshards on load; without a torch
+    process group (an MPI program) each rank writes its own shard. ``rng=True`` adds this rank's random states. The
+    scheduler is the same on all ranks and is taken from rank 0 at another world size; every other keyword is a per-rank
+    member: an object with ``state_dict`` and ``load_state_dict``, a dict of JSON values that is updated in place on load,
+    or ``Member(value, on_world_change=...)``.
+    """
+
+    def __init__(self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
+                 rng: bool = False, **members: Any) -> None:
+        named: dict[str, Any] = dict(members)
+        if loader is not None:
+            named["loader"] = loader
+        if scheduler is not None:
+            named["scheduler"] = scheduler if isinstance(scheduler, Member) else Member(scheduler, on_world_change="rank0")
+        if rng:
+            if "rng" in named:
+                raise ConfigError("rng is given twice")
+            named["rng"] = Rng()
+        self._model, self._optimizer = model, optimizer
+        self._members = Members(named) if named else None
+        if model is None and optimizer is not None:
+            raise ConfigError("TrainState(optimizer=...) needs model= as well: optimizer state is stored by parameter name")
+        if model is not None and not (hasattr(model, "named_parameters") and hasattr(model, "state_dict")):
+            raise ConfigError(f"TrainState(model=...) takes a torch module (plain, DDP or FSDP), not {type(model).__name__}")
+        if model is None and not named:
+            raise ConfigError("TrainState holds nothing: give it a model, or members")
+
+    def _parts(self) -> dict[str, Payload]:
+        parts: dict[str, Payload] = {}
+        if self._model is not None:
+            if self.collective:
+                parts["model"] = DCP(self._model, self._optimizer)
+            else:
+                parts["model"] = Shards(self._model, name="model")
+                if self._optimizer is not None:
+                    parts["optimizer"] = Shards(self._optimizer, name="optimizer")
+        if self._members is not None:
+            parts["members"] = self._members
+        return parts
+
+    @property
+    def collective(self) -> bool:
+        return self._model is not None and (dist.is_initialized() or _alone())
+
+    @property
+    def members(self) -> list[str]:
+        return [*(["model"] if self._model is not None else []), *(self._members.members if self._members else [])]
+
+    def check(self) -> None:
+        for part in self._parts().values():
+            part.check()
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        for part in self._parts().values():
+            part.write(files, ranks)
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        for name, part in self._parts().items():
+            if name == "members" or ranks.only is None or name in ranks.only:
+                part.load(checkpoint, ranks)
+
+
+def _alone() -> bool:
+    """Whether this is a single process: no MPI program of several ranks."""
+    import sys
+
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1

@@ -1,0 +1,153 @@
+"""From "every rank acked" to "published", on the committer: the order that the promises rest on.
+
+1. fsync every directory of the tree        a marker must not be durable before the entries it speaks for (S9)
+2. write and fsync the marker, fsync its directory      from here the attempt is *committed*: recovery publishes it
+3. rename to the final name, fsync both parents         from here it is *published*: readers see it
+4. only then the verdict, the pointer and any rotation  (P3; tests/crash/test_strace_order.py)
+
+A failure before 3 first unlinks the marker, durably, and is then *aborted*; if that fails, or a parent's fsync in 3,
+nobody can say what the next power cut leaves: *unknown*, never success, and no rotation follows (S3, S12, S14).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from distckpt import marker as _marker
+from distckpt.durable import TAKEN, fsync_tree_dirs, to_trash, unlink_if_there, write_new
+from distckpt.errors import MarkerError, RootInUse
+from distckpt.layout import MARKER
+from distckpt.marker import Marker
+from distckpt.owned import OwnedRoot
+from distckpt.recovery import REPLACED
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``state`` is "committed", "aborted" or "unknown"; ``error`` is why it is not committed."""
+
+    state: str
+    error: Exception | None = None
+
+
+class _Leased(OSError):
+    """What a replace would remove is being read."""
+
+
+def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
+    """Commit and publish a staged attempt that every rank acked. The decision is already fixed as ``committing``."""
+    attempt, name = found.head.attempt, found.head.name
+    staged = owned.layout.staging(owned.generation, attempt, name)
+    files = owned.files
+    try:
+        fsync_tree_dirs(files, staged)
+        write_new(files, os.path.join(staged, MARKER), _marker.build(found))
+        files.fsync_dir(staged)
+        owned.ownership.check()
+    except (OSError, RootInUse) as error:
+        return _withdraw(owned, staged, error)
+    try:
+        _move(owned, attempt, name, replace)
+    except OSError as error:
+        if _marker_attempt(owned, owned.layout.final(name)) == attempt:
+            pass  # the reply was lost, the rename was not (S14)
+        elif _marker_attempt(owned, staged) == attempt:
+            return _withdraw(owned, staged, error)
+        else:
+            return _doubt(owned, attempt, error)
+    try:
+        files.fsync_dir(os.path.dirname(staged))
+        files.fsync_dir(owned.layout.root)
+    except OSError as error:
+        owned.no_rotation = f"the directory of {name} could not be synced ({error})"
+        return _doubt(owned, attempt, error)
+    _clear(owned, attempt, name, replace)
+    owned.vouched(found)
+    return Outcome("committed")
+
+
+def _marker_attempt(owned: OwnedRoot, directory: str) -> str | None:
+    try:
+        return _marker.parse_head(owned.files.read(os.path.join(directory, MARKER), _marker.HEAD_LIMIT)).attempt
+    except (OSError, MarkerError):
+        return None
+
+
+def _withdraw(owned: OwnedRoot, staged: str, error: Exception) -> Outcome:
+    """Take the commit back before anybody hears of it: a marker left behind would be rolled forward at the next start,
+    over a tree that is being removed (S3)."""
+    try:
+        unlink_if_there(owned.files, os.path.join(staged, MARKER))
+        owned.files.fsync_dir(staged)
+    except OSError as second:
+        error.__context__ = second
+        return Outcome("unknown", error)
+    return Outcome("aborted", error)
+
+
+def _doubt(owned: OwnedRoot, attempt: str, error: Exception) -> Outcome:
+    owned.in_doubt[attempt] = f"its outcome is unknown ({error})"
+    return Outcome("unknown", error)
+
+
+def _move(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
+    """The publishing rename. A directory never overwrites a non-empty one, so without ``replace`` this cannot destroy
+    anything (S13); a replace swaps the two names in one step where the file system can."""
+    files = owned.files
+    staged, final = owned.layout.staging(owned.generation, attempt, name), owned.layout.final(name)
+    if not replace:
+        files.rename(staged, final)
+        return
+    old = _marker_attempt(owned, final)
+    if old is None:
+        files.rename(staged, final)
+        return
+    _refuse_leased(owned, old, name)
+    if files.exchange(staged, final):
+        try:
+            _refuse_leased(owned, old, name)
+        except _Leased:
+            files.exchange(staged, final)
+            raise
+        return
+    aside = owned.layout.trash(owned.generation, f"{name}.{old}{REPLACED}")
+    to_trash(files, final, aside)  # a crash from here on: recovery publishes the new one, or puts this one back
+    try:
+        files.rename(staged, final)
+    except OSError as error:
+        if error.errno not in TAKEN and _marker_attempt(owned, final) is None:
+            files.rename(aside, final)
+            files.fsync_dir(owned.layout.root)
+        raise
+
+
+def _refuse_leased(owned: OwnedRoot, attempt: str, name: str) -> None:
+    holders = owned.watch.holders(attempt)
+    if holders:
+        raise _Leased(16, f"{name} is in use and cannot be replaced: {'; '.join(holders)}; release the lease or choose another "
+                          "step", owned.layout.final(name))
+
+
+def _clear(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
+    """Remove what the publish left: the attempt's empty directory, and the old half of a replace. Not worth an error."""
+    files = owned.files
+    outer = owned.layout.staging(owned.generation, attempt)
+    try:
+        if not replace:
+            files.rmdir(outer)
+            return
+        gone = []
+        for item in files.scan(owned.layout.trash(owned.generation)):
+            if item.name.endswith(REPLACED):  # published, so recovery must not put it back any more
+                aside = owned.layout.trash(owned.generation, item.name)
+                gone.append(aside.removesuffix(REPLACED))
+                files.rename(aside, gone[-1])
+        old = _marker_attempt(owned, os.path.join(outer, name))
+        if old is not None:
+            gone.append(owned.layout.trash(owned.generation, f"{name}.{old}"))
+            to_trash(files, os.path.join(outer, name), gone[-1])
+        files.rmdir(outer)
+        owned.janitor.delete(gone)
+    except OSError as error:
+        owned.journal.event("leftover", attempt=attempt, error=str(error))

@@ -1,0 +1,261 @@
+"""Rank 0's half of a save: what begin answers, what a commit is made of, what follows it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from distckpt import catalog, rotation
+from distckpt.catalog import Entry
+from distckpt.coordination.group import Group
+from distckpt.coordination.rounds import Report, require_same
+from distckpt.durable import walk
+from distckpt.errors import ConfigError, DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
+from distckpt.layout import MARKER, Naming, member_path_problem
+from distckpt.marker import FileEntry, Head, Marker
+from distckpt.owned import OwnedRoot
+from distckpt.retention import Policy
+from distckpt.saving.commit import commit
+from distckpt.saving.lineage import Lineage
+from distckpt.saving.transaction import Go, Request, save_error
+
+log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Exists on rank 0 only. One for each manager; the owned root beneath is shared by managers of one root."""
+
+    def __init__(self, owned: OwnedRoot, group: Group, lineage: Lineage, fingerprint: str | None) -> None:
+        self.owned, self.group, self.lineage = owned, group, lineage
+        self._fingerprint = fingerprint
+        self._request: Request | None = None
+        self._policy: Policy | None = None
+        self._began = 0.0
+        self._sizes: dict[str, int | None] = {}
+
+    def prepare(self, request: Request, policy: Policy) -> None:
+        """What the coming call is about; before its first round."""
+        self._request, self._policy = request, policy
+        self._began = self.owned.runtime.monotonic()
+
+    @property
+    def request(self) -> Request:
+        assert self._request is not None
+        return self._request
+
+    def _failure(self, error: BaseException) -> RankFailure:
+        identity = self.group.identity
+        try:
+            free: int | None = self.owned.files.free(self.owned.layout.root)
+        except OSError:
+            free = None
+        return RankFailure.of(error, rank=0, host=identity.host, pid=identity.pid, phase=self.group.pulse.current_phase,
+                              free=free, needed=self.needed(self.request.series))
+
+    # -- begin ---------------------------------------------------------------------------------------------------
+
+    def begin(self, reports: dict[int, Report]) -> Report:
+        """Who may write where. Every rank left the attempts before this one, so their remains are swept first (S21)."""
+        request = self.request
+        require_same(reports, {"step": "the step", "series": "the series", "on_exists": "on_exists",
+                               "collective": "whether the payload runs collectives", "options": "the manager's options",
+                               "members": "which members are saved"}, f"save of step {request.step}")
+        refused = {rank: report["refused"] for rank, report in reports.items() if report.get("refused")}
+        if refused:
+            raise ConfigError(f"save of step {request.step} refused before anything was written, by rank {min(refused)}: "
+                              f"{refused[min(refused)]}")
+        try:
+            with self.owned.lock:
+                return {"go": self._begin(request, reports)}
+        except DistckptError:
+            raise  # StepAlreadyExists is an OSError too
+        except OSError as error:
+            self.owned.ownership.check()
+            raise save_error(request.step, None, {0: self._failure(error)}, self.group.world) from error
+
+    def _begin(self, request: Request, reports: dict[int, Report]) -> dict[str, Any]:
+        owned = self.owned
+        for attempt in owned.dead_attempts():
+            if attempt not in owned.live:
+                owned.remove_attempt(attempt)
+        existing, replace = self._existing(request)
+        discard = existing is not None and request.discardable
+        attempt, seq = owned.runtime.token(8), 0
+        if existing is None or discard:
+            self._check_room(request, reports)
+            seq = owned.next_seq()
+            owned.live.add(attempt)
+            owned.make_attempt(attempt, request.name)
+            owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq)
+        go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replace, discard=discard,
+                existing=existing)
+        return dict(vars(go))
+
+    def _existing(self, request: Request) -> tuple[str | None, bool]:
+        """(name that satisfies ``skip``, whether the new one replaces what stands under its name).
+
+        An attempt in doubt, a rejected one and one of a branch that this run left behind do not count as the step:
+        the new save replaces them, whatever ``on_exists`` says (S12, S24).
+        """
+        owned = self.owned
+        standing = [e for e in owned.entries() if e.series == request.series and e.step == request.step]
+        rejected = owned.rejections() if standing else {}
+        for entry in standing:
+            head = entry.head
+            if head is None or entry.problem or head.run != owned.record.run:
+                raise self._taken(entry, f"it cannot be replaced: {entry.problem or 'it belongs to another run'}",
+                                  "adopt it ('distckpt adopt'), move it away or choose another root")
+            superseded = head.attempt in owned.in_doubt or head.attempt in rejected or not self._on_line(entry)
+            if not superseded and request.on_exists == "skip":
+                return entry.name, False
+            if not superseded and request.on_exists == "error":
+                raise self._taken(entry, "it is committed and on_exists is 'error'",
+                                  "pass on_exists='skip' to go on with it, or 'replace' to write it again")
+            holders = owned.watch.holders(head.attempt)
+            if holders:
+                raise self._taken(entry, f"it is in use and cannot be replaced: {'; '.join(holders)}",
+                                  "release the lease ('distckpt unpin') or choose another step")
+            if entry.name != request.name:
+                raise self._taken(entry, f"it stands under another spelling of the step than {request.name!r}",
+                                  "remove or rename one of them")
+        return None, bool(standing)
+
+    def _on_line(self, entry: Entry) -> bool:
+        if not self.lineage.known:
+            return True
+        try:
+            return self.lineage.holds(catalog.read_marker(self.owned.files, self.owned.layout.final(entry.name)))
+        except MarkerError:
+            return False
+
+    def _taken(self, entry: Entry, why: str, remedy: str) -> StepAlreadyExists:
+        return StepAlreadyExists(f"save of step {self.request.step}: {entry.name} exists in {self.owned.layout.root} and {why}; "
+                                 f"{remedy}. Nothing was written", step=self.request.step, attempt=None, background=False,
+                                 failures={}, outcome="aborted")
+
+    def needed(self, series: str) -> int | None:
+        """Bytes that a save of ``series`` will take, judging by the newest one; None for the first."""
+        if series not in self._sizes:
+            self._sizes[series] = None
+            try:
+                for entry in self.owned.entries():
+                    if entry.series == series and entry.committed:
+                        self._sizes[series] = catalog.read_marker(self.owned.files, self.owned.layout.final(entry.name)).size
+                        break
+            except (MarkerError, OSError) as error:
+                log.debug("cannot tell how large the next save will be: %s", error)
+        return self._sizes[series]
+
+    def _check_room(self, request: Request, reports: dict[int, Report]) -> None:
+        needed = self.needed(request.series)
+        known = {rank: report["free"] for rank, report in reports.items() if report.get("free") is not None}
+        if needed is None or not known:
+            return
+        rank = min(known, key=lambda r: known[r])
+        if known[rank] < needed:
+            raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} ({self.group.hosts.get(rank)}) at "
+                           f"{self.owned.layout.root}: {known[rank]} bytes are free, the last checkpoint took {needed}; nothing "
+                           "was written and the checkpoints before it are untouched. Free space, lower keep_last, or save "
+                           "elsewhere", step=request.step, attempt=None, background=False, failures={}, outcome="aborted",
+                           needed=needed, free=known[rank], path=self.owned.layout.root)
+
+    # -- acks and commit -----------------------------------------------------------------------------------------
+
+    def compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], tuple[int, str] | None]:
+        """(files on disk that nobody acked, (rank, complaint) if the acks are not what stands there).
+
+        The union of the acks must be exactly the listing: two ranks on one path, an acked file that rank 0 does not
+        see, a size that differs, a symlink - each ends the attempt.
+        """
+        owner: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for rank, entries in acked.items():
+            for entry in entries:
+                if entry.path in owner:
+                    return [], (rank, f"ranks {owner[entry.path]} and {rank} both wrote {entry.path!r}: use files.mine for "
+                                      "a file per rank, or files.writes with files.shared for one that is the same on all")
+                owner[entry.path], sizes[entry.path] = rank, entry.size
+        staged = self.owned.layout.staging(self.owned.generation, go.attempt, go.name)
+        unclaimed, seen = [], set()
+        for path, item in walk(self.owned.files, staged):
+            if item.kind == "dir":
+                continue
+            rank = owner.get(path, 0)
+            if item.kind != "file":
+                return [], (rank, f"{path!r} is a {item.kind}, not a regular file")
+            problem = "it is the marker's name" if path == MARKER else member_path_problem(path)
+            if problem:
+                return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}")
+            seen.add(path)
+            if path not in owner:
+                unclaimed.append(path)
+                continue
+            size = self.owned.files.stat(f"{staged}/{path}").size
+            if size != sizes[path]:
+                return [], (rank, f"{path!r} has {size} bytes on rank 0's host and {sizes[path]} where it was written")
+        for path in sorted(set(owner) - seen):
+            return [], (owner[path], f"{path!r} was written on {self.group.hosts[owner[path]]} and is not seen by rank 0: is the "
+                                     "root on storage that all hosts share?")
+        if not seen:
+            return [], (0, "no rank wrote anything; an empty checkpoint is not one")
+        return unclaimed, None
+
+    def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]]) -> Report:
+        """Marker, publish; the committed verdict, or the SaveError that says aborted or unknown."""
+        owned, request, lineage = self.owned, self.request, self.lineage
+        assert self._policy is not None
+        entries = tuple(sorted((e for rank in acked for e in acked[rank]), key=lambda e: e.path))
+        found = Marker(
+            head=Head(go.seq, request.step, go.attempt, go.name, request.series, owned.record.run, owned.generation),
+            world=self.group.world, files=entries, branch=lineage.branch, parent=lineage.parent, lineage=lineage.ancestors,
+            time=owned.runtime.time(), host=self.group.identity.host, metrics=request.metrics, meta=request.meta,
+            payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
+        with owned.lock:
+            outcome = commit(owned, found, replace=go.replace)
+        owned.live.discard(go.attempt)
+        if outcome.state != "committed":
+            assert outcome.error is not None
+            if isinstance(outcome.error, DistckptError):
+                raise outcome.error
+            raise save_error(request.step, go.attempt, {0: self._failure(outcome.error)}, self.group.world,
+                             outcome.state) from outcome.error
+        lineage.fresh.append(go.attempt)
+        self._sizes[request.series] = found.size
+        seconds = owned.runtime.monotonic() - self._began
+        owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
+                            seq=go.seq, bytes=found.size, files=len(entries), seconds=round(seconds, 3))
+        log.info("committed %s: step %d, %d ranks, %d files, %.1f MB in %.2f s", go.name, request.step, self.group.world,
+                 len(entries), found.size / 1e6, seconds)
+        return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq}}
+
+    def after_commit(self, go: Go) -> None:
+        """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
+        request = self.request
+        with self.owned.lock:
+            if request.series == "main":
+                self.owned.point_to(go.name)
+            self.rotate(request.series)
+
+    def rotate(self, series: str) -> list[str]:
+        """Apply the policy of the present call to ``series``."""
+        assert self._policy is not None
+        context = rotation.Context(protected={}, ignored={}, line=self.lineage.line, origin=self.lineage.parent,
+                                   fresh=frozenset(self.lineage.fresh))
+        return self.owned.rotate(series, self._policy, context)
+
+    def aborted(self, go: Go, error: DistckptError, swept: bool) -> None:
+        """Every rank that could be told was told; the space comes back now if all writers have returned."""
+        self.owned.live.discard(go.attempt)
+        self.owned.journal.event("aborted", step=self.request.step, attempt=go.attempt, error=str(error)[:2000])
+        if swept:
+            with self.owned.lock:
+                self.owned.remove_attempt(go.attempt)
+
+    def discarded(self, go: Go) -> None:
+        self.owned.live.discard(go.attempt)
+        with self.owned.lock:
+            self.owned.remove_attempt(go.attempt)
+
+
+def final_name(naming: Naming, series: str, step: int) -> str:
+    return naming.of_series(series).format(step)

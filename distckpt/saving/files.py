@@ -1,0 +1,263 @@
+"""The files of one rank in one attempt: names no other rank can have, and the bytes made durable by who wrote them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from distckpt import digest as _digest
+from distckpt.durable import PIECE, Files, Output, make_dir
+from distckpt.errors import ConfigError
+from distckpt.layout import check_member_path, rank_name
+from distckpt.marker import FileEntry
+
+_PACE = 8 << 20
+
+
+class PeerFailed(Exception):
+    """Another rank failed, so this one stops writing. Never leaves the library."""
+
+
+@dataclass
+class _Claim:
+    writer: PieceWriter | None = None
+
+
+class PieceWriter:
+    """A binary file that digests what it is given, paces the kernel, and stops when another rank has failed.
+
+    Bytes pass straight from the caller's memory: digested while they are hot, written, and handed to the disk every
+    8 MB; pages are given back one piece behind, so that a save does not push the training's data out of memory.
+    """
+
+    def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None]) -> None:
+        self._out, self.path, self._between = out, path, between
+        self._digest = _digest.Running(algorithm) if algorithm else None
+        self.size = 0
+        self._started = self._dropped = 0
+        self.durable = False
+        self._closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE):
+            piece = view[start:start + PIECE]
+            if self._digest is not None:
+                self._digest.update(piece)
+            self._out.write(piece)
+            self.size += len(piece)
+            if self.size - self._started >= _PACE:
+                self._out.start_writeback(self._started, self.size - self._started)
+                if self._started > self._dropped:
+                    self._out.drop_cache(self._dropped, self._started - self._dropped)
+                    self._dropped = self._started
+                self._started = self.size
+            self._between(self.size)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def tell(self) -> int:
+        return self.size
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    @property
+    def digest(self) -> str | None:
+        return self._digest.text if self._digest is not None else None
+
+    def close(self) -> None:
+        """Durable bytes, then a checked close: both may report a full disk, and then the attempt is over."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._out.fsync()
+        finally:
+            self._out.close()
+        self.durable = True
+
+    def abandon(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._out.close()
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+class RankFiles:
+    """What a writer gets: ``mine``, ``shared`` with ``writes``, and ``path`` for a framework that names its own files.
+
+    All of it is local: no call here waits for another rank.
+    """
+
+    def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
+                 aborted: Callable[[], bool], skipped: bool = False, prefix: str = "",
+                 parent: RankFiles | None = None) -> None:
+        self.rank, self.world, self.skipped = rank, world, skipped
+        self._files, self._directory, self._prefix = files, directory, prefix
+        self._algorithm, self._aborted = algorithm, aborted
+        self._top: RankFiles = parent._top if parent else self
+        if parent is None:
+            self._claims: dict[str, _Claim] = {}
+            self.open_ended = False
+            self.bytes_written = 0
+            self.notes: dict[str, Any] = {}
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def mine(self, name: str) -> str:
+        """A path that no other rank can have: ``optim.pt`` becomes ``optim.rank-00003-of-00016.pt``. Local."""
+        return self._claim(rank_name(name, self.rank, self.world))
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank is the one that writes the replicated file ``name``. Local."""
+        check_member_path(self._prefix + name)
+        return self.rank == 0
+
+    def shared(self, name: str) -> str:
+        """The path of a replicated file, on the one rank that writes it; ConfigError on the others. Local."""
+        if not self.writes(name):
+            raise ConfigError(f"{name!r} is written by rank 0 for all; rank {self.rank} must not: guard the call with "
+                              f"files.writes({name!r}), or use files.mine for a file per rank")
+        return self._claim(name)
+
+    @property
+    def path(self) -> str:
+        """The checkpoint's own directory, for a framework's saver. Files that nobody claims cost one more round: each
+        host's first rank then makes them durable. Local."""
+        self._top.open_ended = True
+        return self.directory
+
+    @property
+    def directory(self) -> str:
+        """As ``path``, for an adapter that claims every file its framework wrote."""
+        here = os.path.join(self._directory, self._prefix.rstrip("/")) if self._prefix else self._directory
+        if self._prefix:
+            self._make_parents(self._prefix + "x")
+        return here
+
+    def claim(self, name: str) -> str:
+        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. Local."""
+        return self._claim(name)
+
+    def below(self, name: str) -> RankFiles:
+        """The same, inside the sub-directory ``name``."""
+        check_member_path(name)
+        return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
+                         aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/", parent=self)
+
+    def writer(self, name: str) -> PieceWriter:
+        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``."""
+        relative = self._prefix + rank_name(name, self.rank, self.world)
+        path = self._claim(rank_name(name, self.rank, self.world))
+        before = self._top.bytes_written
+
+        def between(size: int) -> None:
+            self._top.bytes_written = before + size
+            self.stop_if_aborted()
+
+        writer = PieceWriter(self._files.open(path), path, self._algorithm, between)
+        self._top._claims[relative].writer = writer
+        return writer
+
+    def note(self, key: str, value: Any) -> None:
+        """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
+        self._top.notes[key] = value
+
+    def stop_if_aborted(self) -> None:
+        """Raise when another rank has failed: there is nothing left to write for. Between pieces, not inside collectives."""
+        if self._aborted():
+            raise PeerFailed
+
+    def _claim(self, name: str) -> str:
+        relative = check_member_path(self._prefix + name)
+        self._top._claims.setdefault(relative, _Claim())
+        self._make_parents(relative)
+        return os.path.join(self._directory, relative)
+
+    def _make_parents(self, relative: str) -> None:
+        parts = relative.split("/")[:-1]
+        for depth in range(1, len(parts) + 1):
+            make_dir(self._files, os.path.join(self._directory, *parts[:depth]))
+
+    # -- for the transaction -------------------------------------------------------------------------------------
+
+    def written_bytes(self) -> int:
+        """Bytes on disk of what this rank claimed; any thread may ask."""
+        total = 0
+        for relative in list(self._top._claims):
+            try:
+                total += self._files.stat(os.path.join(self._directory, relative)).size
+            except OSError:
+                continue  # not written yet
+        return total
+
+    def finish(self) -> list[FileEntry]:
+        """Every claimed file durable, of the size that was written, with its digest; then every directory of them (S9).
+
+        The writer's return value is not trusted: what counts is what ``stat`` says here, on the rank that wrote.
+        """
+        entries = [self._finish_file(relative, claim) for relative, claim in sorted(self._top._claims.items())]
+        folders = {""}
+        for entry in entries:
+            parts = entry.path.split("/")[:-1]
+            folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+        for folder in sorted(folders, key=len, reverse=True):
+            self._files.fsync_dir(os.path.join(self._directory, folder) if folder else self._directory)
+        return entries
+
+    def _finish_file(self, relative: str, claim: _Claim) -> FileEntry:
+        path = os.path.join(self._directory, relative)
+        writer = claim.writer
+        if writer is not None:
+            if not writer.durable:
+                raise OSError(errno.EIO, f"the writer of {relative} was never closed", path)
+            seen = self._files.stat(path)
+            if seen.kind != "file" or seen.size != writer.size:
+                raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
+            return FileEntry(relative, writer.size, writer.digest, self.rank)
+        return make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+
+
+def as_file(writer: PieceWriter) -> IO[bytes]:
+    """``writer`` under the type that typed libraries ask for; they use ``write`` and ``flush`` only."""
+    return cast("IO[bytes]", writer)
+
+
+def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None) -> FileEntry:
+    """Fsync and measure a file that somebody else's code wrote. An error here condemns the file, and the attempt."""
+    path = os.path.join(directory, relative)
+    try:
+        seen = files.stat(path)
+    except FileNotFoundError as error:
+        raise OSError(errno.ENOENT, "claimed for this checkpoint and never written", path) from error
+    if seen.kind != "file":
+        raise OSError(errno.EINVAL, f"a {seen.kind} stands where a regular file should be", path)
+    files.fsync(path)
+    text = None
+    size = seen.size
+    if algorithm is not None:
+        size, text = _digest.of_file(files, path)
+    after = files.stat(path)
+    if (after.size, after.inode) != (size, seen.inode) or size != seen.size:
+        raise OSError(errno.EIO, f"still being written: {seen.size}, then {size}, then {after.size} bytes", path)
+    return FileEntry(relative, size, text, rank)

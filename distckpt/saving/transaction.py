@@ -1,0 +1,387 @@
+"""One save, as every rank runs it: begin, write, durable acks, the verdict. Two-phase commit with presumed abort.
+
+The decision is one key, taken from absent by whoever comes first: a rank that failed puts *aborted* there, rank 0 must
+win it with *committing* before it writes the marker (S4; FIELD_CASES B49-B60). After its ack a rank only waits: it
+never sets the key, and a deadline that passes then ends in *unknown*, to be settled with rank 0 at the next begin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distckpt.coordination.group import Group
+from distckpt.coordination.pulse import Watch, beat_key, describe
+from distckpt.coordination.rounds import Call, Report
+from distckpt.durable import GONE, Files
+from distckpt.errors import (
+    DiskFull,
+    DistckptError,
+    RankFailure,
+    RankTimeout,
+    SaveError,
+    from_wire,
+    to_wire,
+)
+from distckpt.layout import Layout
+from distckpt.marker import FileEntry
+from distckpt.runtime import Runtime
+from distckpt.saving.files import PeerFailed, RankFiles, make_durable
+
+_CAUSES = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be saved, as far as all ranks must agree on it."""
+
+    step: int
+    series: str
+    on_exists: str
+    name: str
+    collective: bool = False
+    discardable: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Go:
+    """Rank 0's answer to begin."""
+
+    attempt: str
+    name: str
+    generation: int
+    seq: int
+    replace: bool = False
+    discard: bool = False
+    existing: str | None = None
+
+
+def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure], world: int,
+               outcome: str = "aborted") -> SaveError:
+    """The one error that every rank raises, with the causes of all failing ranks."""
+    first = failures[min(failures)]
+    full = next((f for _, f in sorted(failures.items()) if f.disk_full), None)
+    causes = "; ".join(str(f) for _, f in sorted(failures.items())[:4]) + (" ..." if len(failures) > 4 else "")
+    after = ("nothing was published and the checkpoints before it are untouched" if outcome == "aborted" else
+             "its outcome is unknown: it does not count, nothing is rotated, and the next begin or start settles it")
+    where = f"save of step {step}" + (f" (attempt {attempt})" if attempt else "")
+    common: dict[str, Any] = {"step": step, "attempt": attempt, "background": False, "failures": failures, "outcome": outcome}
+    if full is not None:
+        room = f"{full.free} bytes are free" + (f", about {full.needed} are needed" if full.needed else "")
+        return DiskFull(f"{where}: the disk is full on rank {full.rank} ({full.host}) at {full.path or 'its staging directory'}: "
+                        f"{room}; {after}. Free space, lower keep_last, or save elsewhere. Causes: {causes}",
+                        needed=full.needed, free=full.free, path=full.path, **common)
+    many = f"{len(failures)} of {world} ranks" if len(failures) > 1 else f"rank {first.rank}"
+    return SaveError(f"{where} failed on {many}; {after}. Causes: {causes}", **common)
+
+
+class Transaction:
+    """One attempt, from begin to the verdict, on one rank. ``committer`` is there on rank 0 only."""
+
+    def __init__(self, call: Call, group: Group, files: Files, layout: Layout, runtime: Runtime, request: Request,
+                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, visible: float) -> None:
+        self._call, self._group, self._files, self._layout, self._runtime = call, group, files, layout, runtime
+        self.request, self._committer = request, committer
+        self._algorithm, self._arrive, self._progress, self._visible = algorithm, arrive, progress, visible
+        self._client, self._pulse = group.rounds.client, group.pulse
+        self.go: Go | None = None
+        self._directory = ""
+        self._decision = ""
+
+    # -- begin ---------------------------------------------------------------------------------------------------
+
+    def begin(self, report: Report) -> RankFiles | None:
+        """The files to write into; None when the step is there already and is skipped. Raises alike on every rank."""
+        decide: Callable[[dict[int, Report]], Report] = self._committer.begin if self._committer else _never
+        verdict = self._call.round("begin", {
+            **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
+            "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
+        go = self.go = Go(**verdict["go"])
+        if go.existing is not None and not go.discard:
+            return None
+        self._directory = self._layout.staging(go.generation, go.attempt, go.name)
+        self._decision = self._call.key(go.attempt, "decision")
+        self._pulse.phase("waiting to see the staging directory")
+        handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
+                           aborted=lambda: self._client.has(self._decision), skipped=go.discard)
+        self._pulse.probe(handle.written_bytes)
+        return handle
+
+    def _free(self) -> int | None:
+        try:
+            return self._files.free(self._layout.root)
+        except OSError:
+            return None  # the attempt itself will say what is wrong with this disk
+
+    def await_staging(self) -> None:
+        """Wait until this rank sees the staging directory. Its name came by the verdict and is never looked up before
+        it exists: network file systems remember an absence for half a minute. Re-listing the parent does not."""
+        assert self.go is not None
+        outer = os.path.dirname(self._directory)
+        begun = self._runtime.monotonic()
+        pause = 0.01
+        while True:
+            try:
+                seen = any(i.name == self.go.attempt for i in self._files.scan(os.path.dirname(outer)))
+                if seen and any(i.name == self.go.name for i in self._files.scan(outer)):
+                    break
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+            waited = self._runtime.monotonic() - begun
+            if waited > self._visible:
+                raise FileNotFoundError(2, f"not visible on this host {waited:.0f} s after rank 0 made it: is the root on "
+                                           "storage that all hosts share?", self._directory)
+            self._runtime.sleep(pause)
+            pause = min(pause * 2, 1.0)
+        self._pulse.phase("write")
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, files: RankFiles, error: BaseException | None) -> Report:
+        """The committed verdict; otherwise the same error on every rank. ``error``: what this rank's writer raised."""
+        assert self.go is not None
+        go, entries, failure = self.go, [], None
+        if error is None:
+            self._pulse.phase("fsync")
+            try:
+                entries = files.finish()
+            except OSError as raised:
+                error = raised
+        if isinstance(error, PeerFailed):
+            report: Report = {"stopped": True}
+        elif error is not None:
+            failure = self._failure(error)
+            report = {"failure": asdict(failure)}
+            self._client.claim(self._decision, {"aborted": asdict(failure)})
+        else:
+            report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes}
+        if go.discard:
+            return self._discard(go, failure, error)
+        try:
+            return self._decide(go, report, entries)
+        except SaveError as raised:
+            if error is None or isinstance(error, PeerFailed):
+                raise
+            raise raised from error
+
+    def _failure(self, error: BaseException) -> RankFailure:
+        identity = self._group.identity
+        return RankFailure.of(error, rank=self._group.rank, host=identity.host, pid=identity.pid,
+                              phase=self._pulse.current_phase, free=self._free(),
+                              needed=self._committer.needed(self.request.series) if self._committer else None)
+
+    def _decide(self, go: Go, report: Report, entries: list[FileEntry]) -> Report:
+        keys = {rank: self._call.key(go.attempt, "ack", rank) for rank in range(self._group.world)}
+        outcome_key = self._call.key(go.attempt, "outcome")
+        left_keys = {rank: self._call.key(go.attempt, "left", rank) for rank in keys}
+        standing = self._client.claim(keys[self._group.rank], {**report, "rank": self._group.rank})
+        if standing.get("filled"):
+            self._client.set(left_keys[self._group.rank], {})
+        if self._group.rank != 0:
+            return self._await_outcome(go, outcome_key, failed="failure" in report)
+        reports, watch = self._call.gather(keys, self._progress, progress=True, abort=self._decision)
+        return self._lead(go, reports, watch, outcome_key, left_keys)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------
+
+    def _lead(self, go: Go, reports: dict[int, Report], watch: Watch, outcome_key: str,
+              left_keys: dict[int, str]) -> Report:
+        absence = self._call.absence(watch, "write") if watch.absent() else None
+        try:
+            problem: DistckptError | None = self._problem(go, reports, absence)
+            acked: dict[int, list[FileEntry]] = {}
+            unclaimed: list[str] = []
+            if problem is None:
+                acked = {rank: [FileEntry(p, s, d, rank) for p, s, d in report["files"]] for rank, report in reports.items()}
+                unclaimed, problem = self._compare(go, acked)
+            if problem is None and not self._fix("sync" if unclaimed else "committing"):
+                problem = self._problem(go, reports, absence)
+            elif problem is None and unclaimed:
+                problem = self._sync_unclaimed(go, unclaimed, acked)
+            if problem is None:
+                self._pulse.phase("commit")
+                verdict: Report = self._committer.commit(go, acked, {r: rep.get("notes", {}) for r, rep in reports.items()})
+            else:
+                self._client.claim(self._decision, {"aborted": None})
+                raise problem
+        except DistckptError as error:
+            if not (isinstance(error, SaveError) and error.outcome == "unknown"):
+                self._client.set(outcome_key, {"error": to_wire(error)})
+                still = [left_keys[r] for r in left_keys if r not in reports and r not in watch.lost]
+                self._committer.aborted(go, error, swept=self._all_left(still, bool(watch.timed_out)))
+            else:
+                self._client.set(outcome_key, {"error": to_wire(error)})
+            if watch.absent():
+                self._call.ask_for_stacks(watch)
+            raise
+        except BaseException as error:  # announced and raised again: whatever fails here must not strand the others
+            failure = self._failure(error)
+            self._client.set(outcome_key, {"error": to_wire(
+                save_error(self.request.step, go.attempt, {0: failure}, self._group.world, "unknown"))})
+            raise
+        self._client.set(outcome_key, verdict)
+        self._committer.after_commit(go)
+        return verdict
+
+    def _fix(self, decision: str) -> bool:
+        """Fix that nobody can abort any more; False when a rank did first (S4)."""
+        return self._client.claim(self._decision, {decision: True}).get(decision) is True
+
+    def _problem(self, go: Go, reports: dict[int, Report], absence: RankTimeout | None) -> DistckptError | None:
+        """Why this attempt cannot be committed, as far as the reports tell."""
+        failures = {r: RankFailure(**rep["failure"]) for r, rep in reports.items() if "failure" in rep}
+        standing = self._client.peek(self._decision)
+        if standing is not None and standing.get("aborted"):
+            first = RankFailure(**standing["aborted"])
+            failures.setdefault(first.rank, first)
+        if failures:
+            failures = {r: self._with_needs(f) for r, f in failures.items()}
+            return save_error(self.request.step, go.attempt, failures, self._group.world)
+        return absence
+
+    def _with_needs(self, failure: RankFailure) -> RankFailure:
+        if not failure.disk_full or failure.needed is not None:
+            return failure
+        return RankFailure(**{**asdict(failure), "needed": self._committer.needed(self.request.series)})
+
+    def _compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], SaveError | None]:
+        """Files on disk that nobody acked; and an error when the acks are not what stands there."""
+        try:
+            unclaimed, complaint = self._committer.compare(go, acked)
+        except OSError as error:
+            return [], save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)
+        if complaint is None:
+            return unclaimed, None
+        rank, text = complaint
+        identity = self._group.identities[rank]
+        failure = RankFailure(rank, "IntegrityError", text, identity.host, identity.pid, "durable")
+        return [], save_error(self.request.step, go.attempt, {rank: failure}, self._group.world)
+
+    def _all_left(self, keys: list[str], hopeless: bool) -> bool:
+        """Whether every writer has returned, so that the space may be given back at once; else the next begin does (S21)."""
+        until = self._runtime.monotonic() + (0.0 if hopeless else _CAUSES)
+        while not all(self._client.has(key) for key in keys):
+            if self._runtime.monotonic() >= until:
+                return False
+            self._runtime.sleep(0.02)
+        return True
+
+    # -- files that a framework wrote under its own names --------------------------------------------------------
+
+    def _sync_unclaimed(self, go: Go, unclaimed: list[str], acked: dict[int, list[FileEntry]]) -> SaveError | None:
+        """One more round: the first rank of every host fsyncs every unclaimed file, now that all writers have returned;
+        rank 0 alone could not flush another host's pages (S20)."""
+        keys = {rank: self._call.key(go.attempt, "synced", rank) for rank in self._group.leaders}
+        self._client.set(self._call.key(go.attempt, "unclaimed"), {"files": unclaimed})
+        self._client.claim(keys[0], self._sync_here(unclaimed, 0))
+        reports, watch = self._call.gather(keys, self._progress, progress=True)
+        failures = {r: RankFailure(**rep["failure"]) for r, rep in reports.items() if "failure" in rep}
+        if failures or len(reports) < len(keys):
+            if not failures:
+                raise self._call.absence(watch, "fsync of framework files")
+            return save_error(self.request.step, go.attempt, failures, self._group.world)
+        sizes: dict[str, tuple[int, int]] = {}
+        digests: dict[str, str] = {}
+        for rank, report in reports.items():
+            for path, size, text in report["files"]:
+                known = sizes.setdefault(path, (size, rank))
+                if known[0] != size:
+                    raise save_error(self.request.step, go.attempt, {rank: self._failure(OSError(
+                        5, f"{path} has {size} bytes on rank {rank}'s host and {known[0]} on rank {known[1]}'s"))},
+                        self._group.world)
+                if text is not None:
+                    digests[path] = text
+        acked[0] = acked[0] + [FileEntry(p, size, digests.get(p), rank) for p, (size, rank) in sizes.items()]
+        return None
+
+    def _sync_here(self, unclaimed: list[str], position: int) -> Report:
+        """Fsync all of them; digest this leader's share."""
+        self._pulse.phase("fsync of framework files")
+        count = len(self._group.leaders)
+        found = []
+        try:
+            for index, path in enumerate(unclaimed):
+                algorithm = self._algorithm if index % count == position else None
+                entry = make_durable(self._files, self._directory, path, self._group.rank, algorithm)
+                found.append([entry.path, entry.size, entry.digest])
+            for folder in sorted({os.path.dirname(path) for path in unclaimed}):
+                self._files.fsync_dir(os.path.join(self._directory, folder))
+        except OSError as error:
+            return {"failure": asdict(self._failure(error))}
+        return {"files": found}
+
+    # -- the others ----------------------------------------------------------------------------------------------
+
+    def _await_outcome(self, go: Go, outcome_key: str, failed: bool) -> Report:
+        self._pulse.phase("waiting for the decision")
+        if not self._call.await_rank0(self._decision, self._progress):
+            raise self._unknown(go)
+        decision = self._client.get([self._decision])[0]
+        if decision.get("sync"):
+            key = self._call.key(go.attempt, "unclaimed")
+            if self._group.leads_host and self._call.await_rank0(key, self._progress):
+                unclaimed = self._client.get([key])[0]["files"]
+                report = self._sync_here(unclaimed, self._group.leaders.index(self._group.rank))
+                self._client.claim(self._call.key(go.attempt, "synced", self._group.rank), report)
+        elif "aborted" in decision:
+            return self._aborted(go, decision, outcome_key)
+        self._pulse.phase("waiting for the commit")
+        if not self._call.await_rank0(outcome_key, self._progress):
+            raise self._unknown(go)
+        return self._read(outcome_key)
+
+    def _aborted(self, go: Go, decision: Report, outcome_key: str) -> Report:
+        """An abort is final. Rank 0's list of causes is waited for briefly; rank 0 may itself still be writing."""
+        first = decision.get("aborted")
+        if first is None:
+            if self._call.await_rank0(outcome_key, self._progress):
+                return self._read(outcome_key)
+            raise self._unknown(go)
+        until = self._runtime.monotonic() + _CAUSES
+        while self._runtime.monotonic() < until:
+            if self._client.has(outcome_key):
+                return self._read(outcome_key)
+            self._runtime.sleep(0.01)
+        failure = RankFailure(**first)
+        raise save_error(self.request.step, go.attempt, {failure.rank: failure}, self._group.world)
+
+    def _read(self, outcome_key: str) -> Report:
+        verdict = self._client.get([outcome_key])[0]
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return verdict
+
+    def _unknown(self, go: Go) -> RankTimeout:
+        beat = self._client.peek(beat_key(0))
+        return RankTimeout(f"save of step {self.request.step} (attempt {go.attempt}): rank 0 stands still for "
+                           f"{self._progress:g} s after this rank's ack; {describe({0: beat})}. The outcome is unknown: it is "
+                           "settled at the next save or start", missing={0: beat}, phase=self._pulse.current_phase)
+
+    # -- skip inside ``saving()`` --------------------------------------------------------------------------------
+
+    def _discard(self, go: Go, failure: RankFailure | None, error: BaseException | None) -> Report:
+        """The step was there already: what the block wrote all the same is thrown away, when all have left it."""
+        report: Report = {"failure": asdict(failure)} if failure else {}
+
+        def decide(reports: dict[int, Report]) -> Report:
+            self._committer.discarded(go)
+            failures = {r: RankFailure(**rep["failure"]) for r, rep in reports.items() if "failure" in rep}
+            if failures:
+                raise save_error(self.request.step, go.attempt, failures, self._group.world)
+            return {"existing": go.existing}
+
+        try:
+            return self._call.round("discard", report, decide, self._progress)
+        except SaveError as raised:
+            if error is None:
+                raise
+            raise raised from error
+
+
+def _never(reports: dict[int, Report]) -> Report:
+    raise AssertionError("only rank 0 decides")

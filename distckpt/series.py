@@ -1,0 +1,49 @@
+"""A further line of checkpoints: a view of a manager, with limits of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.resume import Resumed
+from distckpt.saving.files import RankFiles
+from distckpt.saving.handle import SaveHandle
+
+if TYPE_CHECKING:
+    from distckpt.manager import CheckpointManager
+
+
+class SeriesView:
+    """A series of a manager: same ranks, same owner, its own names and limits. Methods are the manager's."""
+
+    def __init__(self, manager: CheckpointManager, name: str) -> None:
+        self._manager, self.name = manager, name
+
+    def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
+             on_exists: str | None = None) -> SaveHandle:
+        """As ``CheckpointManager.save``, into this series. Collective."""
+        return self._manager._save(self.name, step, payload, metrics, meta, on_exists)
+
+    @contextmanager
+    def saving(self, step: int, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
+               on_exists: str | None = None) -> Iterator[RankFiles]:
+        """As ``CheckpointManager.saving``, into this series. Collective."""
+        with self._manager._saving(self.name, step, None, metrics, meta, on_exists) as (files, _):
+            yield files
+
+    def resume(self, step: int | None = None, *, verify: str = "size", allow_fresh: bool = False) -> Resumed:
+        """As ``CheckpointManager.resume``, from this series. Collective."""
+        self._manager._usable()
+        with self._manager._group.rounds.call("resume") as call:
+            return self._manager._resume(call, self.name, step, verify, allow_fresh, None)
+
+    def restore(self, state: Any, step: int | None = None, *, strict: bool = True, only: Collection[str] | None = None,
+                verify: str = "size", allow_fresh: bool = False) -> int | None:
+        """As ``CheckpointManager.restore``, from this series. Collective."""
+        return self._manager._restore(self.name, state, step, None, strict, only, verify, allow_fresh)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """As ``CheckpointManager.checkpoints``, of this series. Local."""
+        return self._manager.checkpoints(self.name)

@@ -1,0 +1,122 @@
+"""The start of a manager: agree on the root, own it, and prove that every rank can use it, before step 1."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from distckpt.coordination.group import Group
+from distckpt.coordination.rounds import Call, Report, require_same
+from distckpt.durable import GONE, Files, remove_tree, unlink_if_there, write_new
+from distckpt.errors import ConfigError
+from distckpt.layout import Layout, Naming
+from distckpt.owned import OwnedRoot
+from distckpt.retention import KeepAll, Policy
+from distckpt.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Start:
+    """Two rounds: rank 0 opens the root; every rank finds rank 0's nonce there and tries what a save will need."""
+
+    def __init__(self, files: Files, runtime: Runtime, layout: Layout, group: Group, naming: Naming | None,
+                 run_id: str | None) -> None:
+        self._files, self._runtime, self._layout, self._group = files, runtime, layout, group
+        self._naming, self._run_id = naming, run_id
+        self._probe = ""
+        self.owned: OwnedRoot | None = None
+
+    def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
+        """The root's naming; the same errors on every rank. Rank 0 owns the root when this returns."""
+        try:
+            verdict = call.round("open", {"root": self._layout.root, "options": options}, self._open, arrive)
+            self._probe = self._layout.staging(verdict["generation"], verdict["probe"])
+            problem = self._try_storage(verdict["probe"], verdict["nonce"], visible)
+            call.round("probe", {"problem": problem}, self._judge, arrive)
+        except BaseException:
+            if self.owned is not None:
+                self.owned.close()
+                self.owned = None
+            raise
+        return Naming.parse(verdict["naming"])
+
+    def _open(self, reports: dict[int, Report]) -> Report:
+        require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
+        try:
+            owned = OwnedRoot.open(self._files, self._layout, self._runtime, self._naming, self._run_id,
+                                   self._group.pulse.phase)
+            self.owned = owned
+            name, nonce = f"probe-{self._runtime.token(4)}", self._runtime.token(8)
+            probe = self._layout.staging(owned.generation, name)
+            self._files.mkdir(probe)
+            write_new(self._files, os.path.join(probe, "nonce"), nonce.encode())
+            self._files.fsync_dir(probe)
+        except OSError as error:
+            raise ConfigError(f"root {self._layout.root} cannot be used by rank 0 ({self._group.identity.host}): {error}; choose "
+                              "another root, or fix its permissions or its file system") from error
+        return {"generation": owned.generation, "probe": name, "nonce": nonce, "naming": owned.naming.template}
+
+    def _try_storage(self, name: str, nonce: str, visible: float) -> str | None:
+        """What is wrong with the root as this rank sees it; None when nothing is.
+
+        The nonce's name came by the verdict, after its fsync, and is never looked up before (S10).
+        """
+        begun = self._runtime.monotonic()
+        self._group.pulse.phase("looking for the root's nonce")
+        patience = visible if self._files.is_network(self._layout.root) else min(visible, 2.0)
+        while True:
+            try:
+                parent = os.path.dirname(self._probe)
+                there = any(item.name == name for item in self._files.scan(parent))
+                if there and self._files.read(os.path.join(self._probe, "nonce"), 64).decode("ascii", "replace") == nonce:
+                    break
+            except OSError as error:
+                if error.errno not in GONE:
+                    return f"cannot read it: {error}"
+            if self._runtime.monotonic() - begun > patience:
+                return "does not see what rank 0 wrote there: the root is not on storage that all hosts share"
+            self._runtime.sleep(0.05)
+        mine = os.path.join(self._probe, f"rank-{self._group.rank}")
+        try:
+            self._files.mkdir(mine)
+            write_new(self._files, os.path.join(mine, "a"), b"distckpt")
+            self._files.rename(os.path.join(mine, "a"), os.path.join(mine, "b"))
+            self._files.fsync_dir(mine)
+            unlink_if_there(self._files, os.path.join(mine, "b"))
+            self._files.rmdir(mine)
+        except OSError as error:
+            return f"cannot mkdir, write, fsync, rename and unlink there: {error}"
+        return None
+
+    def _judge(self, reports: dict[int, Report]) -> Report:
+        remove_tree(self._files, self._probe)
+        problems = {rank: str(report["problem"]) for rank, report in reports.items() if report.get("problem")}
+        if problems:
+            fine = sorted({self._group.hosts[r] for r in reports if r not in problems})
+            bad = "; ".join(f"rank {rank} on {self._group.hosts[rank]} {text}" for rank, text in sorted(problems.items())[:8])
+            raise ConfigError(f"root {self._layout.root} cannot be used by all ranks: {bad}. Fine on: "
+                              f"{', '.join(fine) or 'no host'}. Put the root on storage that every host "
+                              "mounts, writable, at the same path")
+        return {}
+
+
+def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
+    """The lines at start: what root, whose, how many checkpoints, and for how many more there is room. Rank 0."""
+    entries = [e for e in owned.entries() if e.committed]
+    room = ""
+    try:
+        free = owned.files.free(owned.layout.root)
+        room = f", {free / 1e9:.1f} GB free"
+        if entries:
+            from distckpt.catalog import read_marker
+
+            size = read_marker(owned.files, owned.layout.final(entries[0].name)).size
+            room += f": room for about {free // max(size, 1)} more checkpoints like {entries[0].name} ({size / 1e9:.2f} GB)"
+    except (OSError, ConfigError) as error:
+        room = f", free space unknown ({error})"
+    log.info("root %s: run %s, generation %d, %d ranks (%s), %d checkpoints%s", owned.layout.root, owned.record.run,
+             owned.generation, group.world, group.kind, len(entries), room)
+    if isinstance(policy, KeepAll):
+        log.info("root %s: no retention is set, so nothing is ever deleted", owned.layout.root)

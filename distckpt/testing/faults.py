@@ -1,0 +1,273 @@
+"""The n-th operation fails, kills the process, lies, or lets somebody else go first.
+
+``FaultyFiles`` stands between the library and any other ``Files``. It counts and logs every operation that writes or
+orders, so that a test can run a save once, read the log, and then repeat it with operation 1, 2, 3 ... going wrong,
+until a run needs no fault any more. A fault that never fired proves nothing: assert ``fired``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from distckpt.durable import REAL, Files, Item, Output, Stat
+
+T = TypeVar("T")
+PathTest = str | Callable[[str], bool] | None
+
+WRITES = ("mkdir", "open", "write", "fsync", "close", "overwrite", "append", "fsync_file", "fsync_dir", "rename",
+          "exchange", "link", "unlink", "rmdir")
+READS = ("scan", "stat", "read")
+ENVIRONMENT = "DISTCKPT_FAULT"
+
+
+class Killed(BaseException):
+    """The process "died" here (see ``die``): like SIGKILL, no handler of the code under test may repair anything."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One counted operation. ``other`` is the second name of a rename, an exchange or a link."""
+
+    n: int
+    op: str
+    path: str
+    other: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.n}: {self.op} {self.path}" + (f" -> {self.other}" if self.other else "")
+
+
+@dataclass
+class Fault:
+    """What goes wrong, and where. Made by ``fail``, ``kill``, ``die``, ``lie``, ``refuse`` and ``call``.
+
+    It fires at the ``at``-th operation that matches ``op`` and ``path`` (all operations, without them), and with
+    ``forever`` at every matching one from there on. ``path`` is a part of the name, or a test of it. Reading
+    operations (scan, stat, read) are not counted; they match only a fault that names them.
+    """
+
+    kind: str
+    at: int = 1
+    op: str | tuple[str, ...] | None = None
+    path: PathTest = None
+    forever: bool = False
+    after: bool = False
+    number: int = errno.EIO
+    hook: Callable[[Operation], None] | None = None
+    seen: int = 0
+    fired: int = 0
+
+    def claims(self, operation: Operation) -> bool:
+        """Whether this is the operation to go wrong; counts it."""
+        named = (self.op,) if isinstance(self.op, str) else self.op
+        if operation.op not in (named if named is not None else WRITES):
+            return False
+        paths = [p for p in (operation.path, operation.other) if p]
+        test = self.path
+        if isinstance(test, str):
+            if not any(test in p for p in paths):
+                return False
+        elif test is not None and not any(test(p) for p in paths):
+            return False
+        self.seen += 1
+        if self.seen != self.at and not (self.forever and self.seen > self.at):
+            return False
+        self.fired += 1
+        return True
+
+
+def fail(number: int, at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None,
+         forever: bool = False, after: bool = False) -> Fault:
+    """Raise OSError(``number``). ``after``: do the operation first, so that only its reply is lost (S14)."""
+    return Fault("error", at, op, path, forever, after, number=number)
+
+
+def kill(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None) -> Fault:
+    """SIGKILL this process before the operation."""
+    return Fault("kill", at, op, path)
+
+
+def die(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None, after: bool = False) -> Fault:
+    """Raise ``Killed`` at the operation and at every one after it: a SIGKILL for a test within one process."""
+    return Fault("die", at, op, path, after=after)
+
+
+def lie(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None, forever: bool = False) -> Fault:
+    """Report success and do nothing: a lying disk, or a mutant of the code under test that forgot the call."""
+    return Fault("skip", at, op, path, forever)
+
+
+def refuse(op: str | tuple[str, ...] = ("exchange", "link")) -> Fault:
+    """Exchange and hard links are not supported here (NFS): the call returns False."""
+    return Fault("refuse", 1, op, None, forever=True)
+
+
+def call(hook: Callable[[Operation], None], at: int = 1, *, op: str | tuple[str, ...] | None = None,
+         path: PathTest = None, forever: bool = False, after: bool = False) -> Fault:
+    """Let somebody else act just before (or after) the operation, or block on an event there."""
+    return Fault("call", at, op, path, forever, after, hook=hook)
+
+
+class _Out:
+    def __init__(self, files: FaultyFiles, inner: Output | None, path: str) -> None:
+        self._files, self._inner, self._path = files, inner, path
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        inner, size = self._inner, memoryview(data).nbytes
+        return self._files._do("write", self._path, "", lambda: inner.write(data) if inner else size, size)
+
+    def start_writeback(self, offset: int, length: int) -> None:
+        if self._inner:
+            self._inner.start_writeback(offset, length)
+
+    def drop_cache(self, offset: int, length: int) -> None:
+        if self._inner:
+            self._inner.drop_cache(offset, length)
+
+    def fsync(self) -> None:
+        self._files._do("fsync", self._path, "", self._inner.fsync if self._inner else _nothing, None)
+
+    def close(self) -> None:
+        self._files._do("close", self._path, "", self._inner.close if self._inner else _nothing, None)
+
+
+def _nothing() -> None:
+    return None
+
+
+class FaultyFiles(Files):
+    """``inner`` with ``faults``. ``log`` holds every operation that writes or orders, in order."""
+
+    def __init__(self, inner: Files = REAL, *faults: Fault) -> None:
+        self.inner = inner
+        self.faults = list(faults)
+        self.log: list[Operation] = []
+        self.reads: list[Operation] = []
+        self.dead = False
+        self._lock = threading.Lock()
+
+    @property
+    def fired(self) -> bool:
+        """Whether every fault went off at least once."""
+        return all(fault.fired for fault in self.faults)
+
+    @property
+    def count(self) -> int:
+        return len(self.log)
+
+    def operations(self, op: str, part: str = "") -> list[Operation]:
+        """The logged operations ``op`` whose path, or other path, holds ``part``."""
+        return [o for o in self.log if o.op == op and (part in o.path or part in o.other)]
+
+    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None) -> T:
+        log = self.reads if op in READS else self.log
+        with self._lock:
+            if self.dead:
+                raise Killed(f"{op} {path}")
+            operation = Operation(len(log) + 1, op, path, other)
+            log.append(operation)
+            due = [fault for fault in self.faults if fault.claims(operation)]
+        for fault in due:
+            if not fault.after:
+                self._strike(fault, operation)
+        if any(fault.kind == "refuse" for fault in due):
+            assert refused is not None, f"{op} cannot be refused"
+            return refused
+        result = skipped if any(fault.kind == "skip" for fault in due) else run()
+        for fault in due:
+            if fault.after:
+                self._strike(fault, operation)
+        return result
+
+    def _strike(self, fault: Fault, operation: Operation) -> None:
+        if fault.kind == "error":
+            raise OSError(fault.number, os.strerror(fault.number), operation.path, None, operation.other or None)
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "die":
+            self.dead = True
+            raise Killed(str(operation))
+        if fault.hook is not None:
+            fault.hook(operation)
+
+    # -- reading: matched only by faults that name it, never counted -----------------------------------------------
+
+    def scan(self, path: str) -> list[Item]:
+        return self._do("scan", path, "", lambda: self.inner.scan(path), [])
+
+    def stat(self, path: str) -> Stat:
+        return self._do("stat", path, "", lambda: self.inner.stat(path), Stat("file", 0, 0, 0))
+
+    def read(self, path: str, limit: int) -> bytes:
+        return self._do("read", path, "", lambda: self.inner.read(path, limit), b"")
+
+    def pieces(self, path: str) -> Iterator[memoryview]:
+        return self._do("read", path, "", lambda: self.inner.pieces(path), iter(()))
+
+    def free(self, path: str) -> int:
+        return self.inner.free(path)
+
+    def is_dir(self, path: str) -> bool:
+        return self.inner.is_dir(path)
+
+    def real(self, path: str) -> str:
+        return self.inner.real(path)
+
+    def mount_point(self, path: str) -> str:
+        return self.inner.mount_point(path)
+
+    def is_network(self, path: str) -> bool:
+        return self.inner.is_network(path)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def mkdir(self, path: str) -> None:
+        self._do("mkdir", path, "", lambda: self.inner.mkdir(path), None)
+
+    def open(self, path: str) -> Output:
+        return _Out(self, self._do("open", path, "", lambda: self.inner.open(path), None), path)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        self._do("overwrite", path, "", lambda: self.inner.overwrite(path, data), None)
+
+    def append(self, path: str, data: bytes) -> None:
+        self._do("append", path, "", lambda: self.inner.append(path, data), None)
+
+    def fsync(self, path: str) -> None:
+        self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)
+
+    def fsync_dir(self, path: str) -> None:
+        self._do("fsync_dir", path, "", lambda: self.inner.fsync_dir(path), None)
+
+    def rename(self, source: str, target: str) -> None:
+        self._do("rename", source, target, lambda: self.inner.rename(source, target), None)
+
+    def exchange(self, one: str, other: str) -> bool:
+        return self._do("exchange", one, other, lambda: self.inner.exchange(one, other), True, False)
+
+    def link(self, source: str, target: str) -> bool:
+        return self._do("link", source, target, lambda: self.inner.link(source, target), True, False)
+
+    def unlink(self, path: str) -> None:
+        self._do("unlink", path, "", lambda: self.inner.unlink(path), None)
+
+    def rmdir(self, path: str) -> None:
+        self._do("rmdir", path, "", lambda: self.inner.rmdir(path), None)
+
+
+def from_environment(inner: Files = REAL, environment: Mapping[str, str] | None = None) -> Files:
+    """``inner``, or with DISTCKPT_FAULT="kill:<n>" in the environment a ``FaultyFiles`` that SIGKILLs this process
+    before its n-th operation. For the scripts of kill tests, which hand it to the manager; nothing else reads it."""
+    text = (os.environ if environment is None else environment).get(ENVIRONMENT, "")
+    if not text:
+        return inner
+    kind, _, number = text.partition(":")
+    if kind != "kill" or not number.isdigit() or int(number) < 1:
+        raise ValueError(f"{ENVIRONMENT} must be 'kill:<n>' with n from 1, not {text!r}")
+    return FaultyFiles(inner, kill(int(number)))

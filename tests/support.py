@@ -1,0 +1,118 @@
+"""Builders that several test directories share. Append your own; keep them free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt import digest as _digest
+from distckpt import marker as _marker
+from distckpt import owned
+from distckpt.catalog import RootRecord
+from distckpt.durable import REAL, Files
+from distckpt.layout import MAIN, MARKER, Layout, Naming
+from distckpt.marker import FileEntry, Head, Marker
+from distckpt.owned import OwnedRoot
+from distckpt.testing.clock import VirtualRuntime
+from distckpt.testing.crashfs import CrashFiles, write_payload
+
+RUN = "run-a"
+ROOT = "/disk/run"
+STEP = Naming.parse("step-{step}")
+
+
+def attempt_id(number: int) -> str:
+    return f"{number:016x}"
+
+
+def make_marker(step: int, seq: int | None = None, *, payload: Mapping[str, bytes] | None = None, attempt: str | None = None,
+                name: str | None = None, series: str = MAIN, run: str = RUN, generation: int = 1, branch: str = "b1",
+                naming: Naming = STEP, world: int = 1, **body: Any) -> Marker:
+    """A marker of ``payload``; the attempt's id is the seq unless given."""
+    seq = step if seq is None else seq
+    entries = tuple(FileEntry(path, len(data), _digest_of(data), 0) for path, data in (payload or {}).items())
+    head = Head(seq, step, attempt or attempt_id(seq), name or naming.of_series(series).format(step), series, run, generation)
+    return Marker(head=head, world=world, files=entries, branch=branch, **body)
+
+
+def _digest_of(data: bytes) -> str:
+    running = _digest.Running()
+    running.update(data)
+    return running.text
+
+
+def make_checkpoint(where: Files | str, step: int, seq: int | None = None, *, root: str = ROOT,
+                    directory: str | None = None, payload: Mapping[str, bytes] | None = None, durable: bool = True,
+                    files: Files | None = None, **identity: Any) -> Marker:
+    """A committed checkpoint: in the real root ``where``, or in ``root`` on the file system ``where``.
+
+    ``directory`` says another place than its final name. ``durable=False`` leaves every byte and name unsynced.
+    """
+    if isinstance(where, Files):
+        files = files or where
+    else:
+        files, root = files or REAL, where
+    payload = {"model.pt": b"weights of %d" % step, "sub/optim.pt": b"moments of %d" % step} if payload is None else payload
+    marker = make_marker(step, seq, payload=payload, **identity)
+    directory = directory or Layout.at(root).final(marker.head.name)
+    for path, data in payload.items():
+        write_payload(files, f"{directory}/{path}", data, durable)
+    write_payload(files, f"{directory}/{MARKER}", _marker.build(marker), durable)
+    if durable:
+        files.fsync_dir(directory)
+        files.fsync_dir(directory.rpartition("/")[0])
+    return marker
+
+
+def stage_attempt(files: Files, step: int, seq: int, *, root: str = ROOT, generation: int = 1, attempt: str | None = None,
+                  **more: Any) -> Marker:
+    """A committed attempt that was not published yet: it stands in staging, under its final name."""
+    name = make_marker(step, seq, **{k: v for k, v in more.items() if k in ("name", "series", "naming")}).head.name
+    attempt = attempt or attempt_id(seq)
+    where = Layout.at(root).staging(generation, attempt, name)
+    marker = make_checkpoint(files, step, seq, root=root, directory=where, attempt=attempt, generation=generation, **more)
+    files.fsync_dir(Layout.at(root).staging(generation))
+    return marker
+
+
+def crash_disk() -> CrashFiles:
+    """A disk with the durable, empty directory that ``ROOT`` goes into."""
+    return CrashFiles("/disk")
+
+
+def open_owned(files: Files, runtime: VirtualRuntime | None = None, *, root: str = ROOT, naming: Naming | None = None,
+               run_id: str | None = RUN, **more: Any) -> OwnedRoot:
+    """The root claimed by ``runtime``'s process. This process's registry of open roots is bypassed, so that one test
+    may stand for several processes."""
+    found = OwnedRoot.open(files, Layout.at(root), runtime or VirtualRuntime(), naming, run_id, **more)
+    owned._open.clear()
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one run of the command gave."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def row(self, name: str) -> str:
+        """The line of ``out`` that is about ``name``."""
+        found = [line for line in self.out.splitlines() if name in line.split()]
+        assert len(found) == 1, f"{name}: {found} in {self.out}"
+        return found[0]
+
+
+def record_root(root: str, run: str = RUN, naming: Naming = STEP) -> Layout:
+    """The root's own directories and root.json, as a run leaves them, without an owner."""
+    layout = Layout.at(root)
+    owned.make_root(REAL, layout)
+    write_payload(REAL, layout.record, RootRecord(run, naming).to_bytes(), durable=False)
+    return layout

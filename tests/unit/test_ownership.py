@@ -1,0 +1,403 @@
+"""One writer per root: the takeover, the wait for a sign of life, and the fence against the ones before."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+
+import pytest
+
+from distckpt import catalog, owned, recovery
+from distckpt.durable import Files
+from distckpt.errors import RootInUse
+from distckpt.layout import Layout
+from distckpt.owned import OwnedRoot
+from distckpt.ownership import BEAT, STILL, Ownership, highest
+from distckpt.retention import KeepLast
+from distckpt.rotation import Context, move_to_trash
+from distckpt.testing.clock import VirtualClock, VirtualRuntime
+from distckpt.testing.crashfs import CrashFiles, write_payload
+from distckpt.testing.faults import FaultyFiles, Killed, Operation, call, die
+from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint, open_owned, stage_attempt
+
+LAYOUT = Layout.at(ROOT)
+
+
+def beat_each_sleep(files: Files, generation: int) -> Callable[[float], None]:
+    """A hook: the owner of ``generation`` beats while somebody else waits."""
+    def beat(now: float) -> None:
+        files.overwrite(LAYOUT.owner(generation, "beat"), b"%020d" % int(now))
+    return beat
+
+
+def elsewhere(clock: VirtualClock, **more: object) -> VirtualRuntime:
+    """Another machine, which cannot see the processes of ``host-a``."""
+    return VirtualRuntime(clock, host="host-b", boot="boot-b", **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def disk() -> CrashFiles:
+    return crash_disk()
+
+
+# -- S6: who may take over ---------------------------------------------------------------------------------------------
+
+
+def test_S6_a_live_process_on_this_kernel_is_refused_at_once(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=100))
+    second = VirtualRuntime(clock, pid=101)
+    with pytest.raises(RootInUse, match="pid 100 on host-a.*wait for it or stop it") as caught:
+        open_owned(disk, second)
+    assert (caught.value.host, caught.value.pid, caught.value.generation) == ("host-a", 100, 1)
+    assert second.slept == 0
+
+
+def test_S6_a_dead_process_on_this_kernel_is_succeeded_at_once(disk: CrashFiles, clock: VirtualClock) -> None:
+    first = VirtualRuntime(clock, pid=100)
+    open_owned(disk, first)
+    first.die()
+    second = VirtualRuntime(clock, pid=101)
+    assert open_owned(disk, second).generation == 2 and second.slept == 0
+
+
+def test_S6_a_reused_pid_is_another_process(disk: CrashFiles, clock: VirtualClock) -> None:
+    first = VirtualRuntime(clock, pid=100, started="1")
+    open_owned(disk, first)
+    first.die()
+    VirtualRuntime(clock, pid=100, started="777")
+    assert open_owned(disk, VirtualRuntime(clock, pid=101)).generation == 2
+
+
+def test_S6_a_reboot_ends_every_process_only_where_one_can_tell(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=100))
+    rebooted = VirtualRuntime(clock, pid=100, boot="boot-a2")
+    assert open_owned(disk, rebooted).generation == 2
+    assert rebooted.slept >= STILL  # the same host name is no evidence: the old boot might be another machine
+
+
+@pytest.mark.parametrize("other", [{"pidns": "pid:[2]"}, {"host": "host-b", "boot": "boot-b"}])
+def test_S6_two_containers_with_one_host_name_and_two_hosts_must_see_the_counter_move(
+        disk: CrashFiles, clock: VirtualClock, other: dict[str, str]) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=100))
+    second = VirtualRuntime(clock, pid=100, **other)  # type: ignore[arg-type]
+    second.hooks.append(lambda now: beat_each_sleep(disk, 1)(now) if now >= 1_000 + BEAT else None)
+    with pytest.raises(RootInUse):
+        open_owned(disk, second)
+    assert BEAT <= second.slept < 2 * BEAT
+    assert highest(disk, LAYOUT) == 1
+
+
+def test_S6_a_counter_that_stands_still_for_90_s_is_succeeded(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=100))
+    disk.overwrite(LAYOUT.owner(1, "beat"), b"%020d" % 5)
+    second = elsewhere(clock)
+    said: list[str] = []
+    assert open_owned(disk, second, waiting=said.append).generation == 2
+    assert STILL <= second.slept <= STILL + 5 and "waiting 90 s more" in said[0]
+
+
+def test_S6_a_beat_in_the_last_second_still_counts(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=100))
+    second = elsewhere(clock)
+    second.hooks.append(lambda now: beat_each_sleep(disk, 1)(now) if now >= 1_000 + STILL - 1 else None)
+    with pytest.raises(RootInUse):
+        open_owned(disk, second)
+
+
+def test_S6_the_counter_is_read_by_a_fresh_open_each_time(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock))
+    files = FaultyFiles(disk)
+    open_owned(files, elsewhere(clock))
+    assert len([o for o in files.reads if o.op == "read" and o.path.endswith("1.beat")]) > 40
+
+
+@pytest.mark.parametrize("skew", [-1e6, 1e6])
+def test_S6_clocks_are_never_compared(disk: CrashFiles, clock: VirtualClock, skew: float) -> None:
+    open_owned(disk, VirtualRuntime(clock, skew=skew))
+    beating = elsewhere(clock, born=skew)
+    beating.hooks.append(beat_each_sleep(disk, 1))
+    with pytest.raises(RootInUse) as caught:
+        open_owned(disk, beating)
+    assert caught.value.age == pytest.approx(2.0 - skew, abs=1)  # for people only
+    still = VirtualRuntime(clock, host="host-c", boot="boot-c", skew=-skew)
+    assert open_owned(disk, still).generation == 2
+
+
+@pytest.mark.parametrize(("job", "restart", "at_once"), [("slurm:7", 1, True), ("slurm:7", 0, False), ("slurm:8", 1, False), (None, 1, False)])
+def test_S6_a_requeued_job_succeeds_its_former_run_at_once_and_nobody_elses(
+        disk: CrashFiles, clock: VirtualClock, job: str | None, restart: int, at_once: bool) -> None:
+    open_owned(disk, VirtualRuntime(clock, job="slurm:7", restart=0))
+    second = elsewhere(clock, job=job, restart=restart)
+    assert open_owned(disk, second).generation == 2
+    assert (second.slept == 0) is at_once
+
+
+def test_S6_a_released_root_is_taken_without_a_wait(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock)).close()
+    second = elsewhere(clock)
+    assert open_owned(disk, second).generation == 2 and second.slept == 0
+
+
+def test_S6_a_record_that_says_nothing_is_waited_for(disk: CrashFiles, clock: VirtualClock) -> None:
+    """Where there are no hard links a kill may leave an empty record: nobody can judge it, so it must stand still."""
+    owned.make_root(disk, LAYOUT)
+    write_payload(disk, LAYOUT.owner(1), b"")
+    second = VirtualRuntime(clock)
+    assert open_owned(disk, second).generation == 2 and second.slept >= STILL
+
+
+def test_S6_of_two_takers_one_wins_and_the_other_judges_the_winner(disk: CrashFiles, clock: VirtualClock) -> None:
+    owned.make_root(disk, LAYOUT)
+    first, second = VirtualRuntime(clock, pid=1), VirtualRuntime(clock, pid=2)
+    files = FaultyFiles(disk, call(lambda o: winners.append(Ownership.claim(disk, LAYOUT, second)), op="link"))
+    winners: list[Ownership] = []
+    with pytest.raises(RootInUse) as caught:
+        Ownership.claim(files, LAYOUT, first)
+    assert caught.value.pid == 2 and winners[0].generation == 1 and files.fired
+
+
+def test_S6_of_two_takers_the_loser_succeeds_a_winner_that_died(disk: CrashFiles, clock: VirtualClock) -> None:
+    owned.make_root(disk, LAYOUT)
+    second = VirtualRuntime(clock, pid=2)
+
+    def win_and_die(operation: Operation) -> None:
+        Ownership.claim(disk, LAYOUT, second)
+        second.die()
+
+    files = FaultyFiles(disk, call(win_and_die, op="link"))
+    assert Ownership.claim(files, LAYOUT, VirtualRuntime(clock, pid=1)).generation == 2
+
+
+def test_S6_a_taker_that_sweeps_old_records_leaves_another_takers_alone(disk: CrashFiles, clock: VirtualClock) -> None:
+    """The winner's sweep runs while the loser stands between writing its record and naming it."""
+    owned.make_root(disk, LAYOUT)
+    with pytest.raises(RootInUse):
+        files = FaultyFiles(disk, call(lambda o: Ownership.claim(disk, LAYOUT, VirtualRuntime(clock, pid=2)) and None, op="link"))
+        Ownership.claim(files, LAYOUT, VirtualRuntime(clock, pid=1))
+
+
+def test_S6_a_beat_never_overwrites_a_new_owner(disk: CrashFiles, clock: VirtualClock) -> None:
+    first = VirtualRuntime(clock, pid=100)
+    one = open_owned(disk, first)
+    first.die()
+    open_owned(disk, VirtualRuntime(clock, pid=101))
+    before = disk.snapshot()
+    first.run("owner-beat", waits=3)
+    after = disk.snapshot()
+    assert {p for p in after if before.get(p) != after[p]} == {LAYOUT.owner(1, "beat")}
+    assert int(disk.read(LAYOUT.owner(1, "beat"), 64)) == 3
+    assert catalog.read_json(disk, LAYOUT.owner(2))["identity"]["pid"] == 101  # type: ignore[index]
+    with pytest.raises(RootInUse):
+        one.ownership.check()
+
+
+def test_S6_a_beat_that_cannot_be_written_is_no_reason_to_stop(disk: CrashFiles, clock: VirtualClock) -> None:
+    runtime = VirtualRuntime(clock)
+    one = open_owned(disk, runtime)
+    one.ownership._files = FaultyFiles(disk, *[f for f in ()])
+    disk.unlink(LAYOUT.owner(1, "beat"))
+    runtime.run("owner-beat", waits=2)
+    assert int(disk.read(LAYOUT.owner(1, "beat"), 64)) == 2
+
+
+@pytest.mark.parametrize("lost", ["owner", "records", "all but markers"])
+def test_S6_a_lost_owner_record_never_lets_the_generation_start_over(disk: CrashFiles, clock: VirtualClock, lost: str) -> None:
+    for pid in (1, 2, 3):
+        runtime = VirtualRuntime(clock, pid=pid)
+        one = open_owned(disk, runtime)
+        runtime.die()
+    assert one.generation == 3
+    make_checkpoint(disk, 1, generation=3)
+    for item in disk.scan(LAYOUT.home("owner")):
+        disk.unlink(LAYOUT.home("owner", item.name))
+    if lost == "owner":
+        disk.rmdir(LAYOUT.home("owner"))
+    if lost == "all but markers":
+        disk.rmdir(LAYOUT.staging(3))
+        disk.rmdir(LAYOUT.trash(3))
+    assert open_owned(disk, VirtualRuntime(clock, pid=9)).generation == 4
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_S6_a_kill_at_any_operation_of_a_takeover_leaves_a_root_that_can_be_taken(clock: VirtualClock, links: bool) -> None:
+    for n in range(1, 200):
+        disk = crash_disk()
+        disk.links_supported = links
+        first = VirtualRuntime(clock, pid=1)
+        open_owned(disk, first)
+        first.die()
+        make_checkpoint(disk, 1)
+        stage_attempt(disk, 2, 2)
+        second = VirtualRuntime(clock, pid=2)
+        try:
+            open_owned(FaultyFiles(disk, die(n)), second)
+        except Killed:
+            second.die()
+        else:
+            return
+        for state in [disk.after_kill(), *disk.crash_states(limit=20)]:
+            third = open_owned(state, VirtualRuntime(clock, pid=3))
+            assert [e.step for e in third.entries() if e.committed] == [2, 1], n
+            assert third.highest_seq == 2 and third.generation >= 2
+    raise AssertionError("it never ended")
+
+
+# -- S5: a zombie ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def zombie(disk: CrashFiles, clock: VirtualClock) -> OwnedRoot:
+    """An owner that was declared dead by the counter while it was only stopped; it has a checkpoint and two attempts."""
+    runtime = VirtualRuntime(clock)
+    one = open_owned(disk, runtime)
+    make_checkpoint(disk, 1, one.next_seq())
+    one.make_attempt(attempt_id(50), "step-50")
+    write_payload(disk, LAYOUT.staging(1, attempt_id(50), "step-50", "model.pt"), b"half")
+    open_owned(disk, elsewhere(clock))
+    return one
+
+
+@pytest.mark.parametrize("move", [
+    lambda z: z.make_attempt(attempt_id(60), "step-60"),
+    lambda z: recovery.publish(z.files, z.layout, z.generation, attempt_id(50), "step-50"),
+    lambda z: z.files.mkdir(LAYOUT.staging(1, attempt_id(50), "step-50", "more")),
+    lambda z: z.files.open(LAYOUT.staging(1, attempt_id(50), "step-50", "late.pt")),
+    lambda z: z.files.exchange(LAYOUT.staging(1, attempt_id(50), "step-50"), LAYOUT.final("step-1")),
+    lambda z: z.files.rename(LAYOUT.final("step-1"), LAYOUT.trash(1, "step-1.x")),
+    lambda z: z.record_rollback(0),
+    lambda z: z.reject(attempt_id(1), "step-1", "bad")])
+def test_S5_after_a_takeover_the_file_system_itself_refuses_a_zombies_move(zombie: OwnedRoot, move: Callable[[OwnedRoot], object]) -> None:
+    before = zombie.files.snapshot()  # type: ignore[attr-defined]
+    with pytest.raises(OSError) as caught:
+        move(zombie)
+    assert caught.value.errno == errno.ENOENT
+    assert zombie.files.snapshot() == before  # type: ignore[attr-defined]
+
+
+def test_S5_a_zombie_rotates_nothing_and_moves_no_pointer(zombie: OwnedRoot) -> None:
+    files = zombie.files
+    for step in (2, 3):
+        make_checkpoint(files, step)
+    before = files.snapshot()  # type: ignore[attr-defined]
+    zombie.point_to("step-1")
+    assert zombie.rotate("main", KeepLast(1), Context({}, {})) == []
+    assert move_to_trash(files, LAYOUT, 1, [e for e in zombie.entries() if e.step == 1], zombie.watch) == []
+    zombie.remove_attempt(attempt_id(50))
+    zombie.journal.event("committed")
+    assert {p: v for p, v in files.snapshot().items() if "/journal/" not in p} == {  # type: ignore[attr-defined]
+        p: v for p, v in before.items() if "/journal/" not in p}
+
+
+def test_S5_what_a_zombie_had_under_way_is_swept_by_the_new_owner(zombie: OwnedRoot) -> None:
+    paths = zombie.files.snapshot()  # type: ignore[attr-defined]
+    assert LAYOUT.staging(1) not in paths and LAYOUT.trash(1) not in paths
+    assert LAYOUT.trash(2, attempt_id(50), "step-50", "model.pt") in paths
+
+
+def test_S5_an_open_file_of_a_zombie_writes_only_into_what_was_taken_away(disk: CrashFiles, clock: VirtualClock) -> None:
+    one = open_owned(disk, VirtualRuntime(clock))
+    inner = one.make_attempt(attempt_id(5), "step-5")
+    out = disk.open(f"{inner}/model.pt")
+    open_owned(disk, elsewhere(clock))
+    out.write(b"late")
+    out.fsync()
+    out.close()
+    assert [e.name for e in one.entries()] == []
+
+
+def test_S5_entries_that_appear_while_the_fence_empties_a_directory_are_taken_too(disk: CrashFiles, clock: VirtualClock) -> None:
+    """On a network file system a zombie's client may still hold the directory by its handle for a moment."""
+    first = VirtualRuntime(clock)
+    one = open_owned(disk, first)
+    one.make_attempt(attempt_id(5), "step-5")
+    first.die()
+    late: list[str] = []
+
+    def through_the_handle(operation: Operation) -> None:
+        if len(late) < 3:
+            late.append(f"{operation.path}/{attempt_id(100 + len(late))}")
+            write_payload(disk, f"{late[-1]}/step-9/model.pt", b"late")
+
+    files = FaultyFiles(disk, call(through_the_handle, op="rmdir", path="taken-staging-1", forever=True))
+    second = Ownership.claim(files, LAYOUT, VirtualRuntime(clock, pid=2))
+    assert len(late) == 3
+    names = [i.name for i in disk.scan(LAYOUT.staging(second.generation))]
+    assert names == [attempt_id(5)] + [attempt_id(100 + n) for n in range(3)]
+    assert [i.name for i in disk.scan(LAYOUT.home("staging"))] == ["2"]
+
+
+def test_S5_a_takeover_killed_while_it_fenced_is_finished_by_the_next(disk: CrashFiles, clock: VirtualClock) -> None:
+    first = VirtualRuntime(clock)
+    one = open_owned(disk, first)
+    one.make_attempt(attempt_id(5), "step-5")
+    first.die()
+    second = VirtualRuntime(clock, pid=2)
+    with pytest.raises(Killed):
+        Ownership.claim(FaultyFiles(disk, die(op="rmdir", path="taken-staging-1")), LAYOUT, second)
+    second.die()
+    third = Ownership.claim(disk, LAYOUT, VirtualRuntime(clock, pid=3))
+    assert [i.name for i in disk.scan(LAYOUT.staging(third.generation))] == [attempt_id(5)]
+
+
+@pytest.mark.parametrize("at", ["before its directories", "after its directories", "in the fence"])
+def test_S5_a_taker_that_was_overtaken_neither_owns_the_root_nor_fences_its_successor(
+        disk: CrashFiles, clock: VirtualClock, at: str) -> None:
+    """It created its record, was stopped, and lost the root to the next taker before it had fenced anybody."""
+    first = VirtualRuntime(clock, pid=1)
+    open_owned(disk, first)
+    stage_attempt(disk, 1, 1)
+    first.die()
+    winner: list[OwnedRoot] = []
+
+    def overtake(operation: Operation) -> None:
+        winner.append(open_owned(disk, elsewhere(clock)))
+        winner[0].make_attempt(attempt_id(77), "step-77")
+
+    faults = {"before its directories": call(overtake, op="mkdir", path="/staging/2"),
+              "after its directories": call(overtake, op="mkdir", path="/trash/2", after=True),
+              "in the fence": call(overtake, op="rename", path="taken-staging-1")}
+    files = FaultyFiles(disk, faults[at])
+    with pytest.raises(RootInUse) as caught:
+        open_owned(files, VirtualRuntime(clock, pid=2))
+    assert files.fired and caught.value.generation == 3
+    assert [i.name for i in disk.scan(LAYOUT.home("staging"))] == ["3"]
+    assert [i.name for i in disk.scan(LAYOUT.home("trash"))] == ["3"]
+    assert [i.name for i in disk.scan(LAYOUT.staging(3))] == [attempt_id(77)]
+    assert [e.step for e in winner[0].entries() if e.committed] == [1]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_owner_record_says_who_and_is_durable_before_the_first_move(disk: CrashFiles, clock: VirtualClock) -> None:
+    owned.make_root(disk, LAYOUT)
+    owned.sync_root(disk, LAYOUT)
+    files = FaultyFiles(disk, die(op="mkdir", path="/staging/1"))
+    with pytest.raises(Killed):
+        Ownership.claim(files, LAYOUT, VirtualRuntime(clock, job="slurm:7"))
+    for state in disk.crash_states():
+        record = json.loads(state.read(LAYOUT.owner(1), 4096))
+        assert record["identity"]["host"] == "host-a" and record["identity"]["job"] == "slurm:7" and record["generation"] == 1
+
+
+def test_old_records_are_pruned_and_recent_ones_kept(disk: CrashFiles, clock: VirtualClock) -> None:
+    for pid in range(1, 15):
+        open_owned(disk, VirtualRuntime(clock, pid=pid)).close()
+    write_payload(disk, LAYOUT.owner(3, "dead.tmp"), b"")
+    open_owned(disk, VirtualRuntime(clock, pid=99))
+    numbers = sorted({int(i.name.partition(".")[0]) for i in disk.scan(LAYOUT.home("owner"))})
+    assert numbers == list(range(7, 16))
+    assert [i.name for i in disk.scan(LAYOUT.home("staging"))] == ["15"] and STEP is not None
+
+
+def test_a_release_that_fails_is_a_warning(disk: CrashFiles, clock: VirtualClock, caplog: pytest.LogCaptureFixture) -> None:
+    one = open_owned(disk, VirtualRuntime(clock))
+    write_payload(disk, LAYOUT.owner(1, "released"), b"")
+    one.close()
+    assert "could not release" in caplog.text
