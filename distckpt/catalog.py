@@ -199,8 +199,8 @@ def read_pointer(files: Files, layout: Layout) -> str | None:
     try:
         text = files.read(layout.pointer, 4096).decode("utf-8", "replace").strip()
     except OSError as error:
-        if error.errno in GONE or error.errno == errno.EINVAL:
-            return None
+        if error.errno in GONE or error.errno in (errno.EINVAL, errno.ELOOP):
+            return None  # a directory or a link of that name is somebody else's
         raise
     return text or None
 

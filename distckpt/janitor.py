@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable
 
 from distckpt.durable import GONE, TAKEN, Files, discard
+from distckpt.errors import MarkerError
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Watch
+from distckpt.marker import HEAD_LIMIT, Head, parse_head
 from distckpt.ownership import STILL
-from distckpt.recovery import REPLACED
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -80,16 +81,34 @@ class Janitor:
             if not due:
                 self._wake.wait(None if pending is None else max(pending - now, 0.05))
 
-    def _delete(self, path: str) -> None:
-        name = os.path.basename(path)
-        attempt = name.removesuffix(REPLACED).rpartition(".")[2]
+    def _head(self, path: str) -> Head | None:
+        """Which checkpoint stands at ``path``, whole; None when its removal had begun, or when it never was one.
+
+        Its own marker says so, and not the name in trash: what a replace left there goes by the name of the attempt
+        that stands now, and that one's leases must live on.
+        """
         try:
-            if self._network and "." in name and self._watch.holders(attempt):
-                self._files.rename(path, self._layout.final(name.rpartition(".")[0]))
+            return parse_head(self._files.read(os.path.join(path, MARKER), HEAD_LIMIT))
+        except MarkerError:
+            return None
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return None
+
+    def _delete(self, path: str) -> None:
+        """A lease may have been taken between the plan and the move, and the owner killed before it looked again; the
+        next one finds it here. So everything that still has its marker is looked at before it goes (S22)."""
+        try:
+            head = self._head(path)
+            if head is not None and self._watch.holders(head.attempt):
+                self._files.rename(path, self._layout.final(head.name))
                 self._files.fsync_dir(self._layout.root)
+                self._files.fsync_dir(os.path.dirname(path))
                 return
             discard(self._files, path, MARKER)
-            self._watch.forget(attempt)
+            if head is not None:
+                self._watch.forget(head.attempt)
         except OSError as error:
             if error.errno in GONE:
                 return  # a takeover moved our trash away: it is the next owner's now

@@ -24,6 +24,8 @@ from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+_TRIES = 10
+
 
 @dataclass(frozen=True)
 class Held:
@@ -143,6 +145,8 @@ class Lease:
         count = 1
         while not self._stop.wait(self._ttl / 3):
             count += 1
+            if self._lapsed():
+                return  # this process was stopped for too long: rotation may have begun, a late beat must not hide it
             try:
                 self._files.stat(self._layout.leases(self.attempt, f"{self.id}.json"))
                 self._files.overwrite(self._layout.leases(self.attempt, f"{self.id}.beat"), b"%020d" % count)
@@ -153,23 +157,31 @@ class Lease:
                     return
                 log.warning("could not renew the lease on %s: %s", self.name, error)
 
-    def check(self) -> None:
-        """Raise LeaseLost if the checkpoint may have been removed meanwhile. Local."""
-        if self._lost is None and self._ttl is not None and not self._stop.is_set():
+    def _lapsed(self) -> bool:
+        if self._ttl is not None:
             late = self._runtime.monotonic() - self._renewed
             if late > self._ttl:
                 self._lost = f"it was not renewed for {late:.0f} s, its ttl is {self._ttl:.0f} s"
+        return self._lost is not None
+
+    def check(self) -> None:
+        """Raise LeaseLost if the checkpoint may have been removed meanwhile. Local."""
+        if self._lost is None and not self._stop.is_set():
+            self._lapsed()
         if self._lost is not None:
             raise LeaseLost(f"the lease on {self.name} is lost: {self._lost}; what was read since may be incomplete: "
                             "take a new lease and read again")
 
     def release(self) -> None:
-        """Let the checkpoint go. Local; a second call does nothing, and so does one in a forked child."""
+        """Let the checkpoint go; LeaseLost if it may have gone before. Local; a second call does nothing, and so does one
+        in a forked child."""
         if self._stop.is_set() or os.getpid() != self._pid:
             return
-        self.check()
-        self._stop.set()
-        drop(self._files, self._layout, self.attempt, self.id)
+        try:
+            self.check()
+        finally:
+            self._stop.set()
+            drop(self._files, self._layout, self.attempt, self.id)
 
     def __enter__(self) -> Lease:
         return self
@@ -202,11 +214,18 @@ def take(files: Files, layout: Layout, runtime: Runtime, name: str, attempt: str
     ident = runtime.token(8)
     me = runtime.identity()
     record = {"reason": reason, "host": me.host, "pid": me.pid, "time": runtime.time(), "ttl": ttl, "name": name}
-    for path in (layout.leases(), layout.leases(attempt)):
-        if make_dir(files, path):
-            files.fsync_dir(os.path.dirname(path))
-    write_new(files, layout.leases(attempt, f"{ident}.json"), json.dumps(record).encode())
-    files.fsync_dir(layout.leases(attempt))
+    for _ in range(_TRIES):
+        for path in (layout.leases(), layout.leases(attempt)):
+            if make_dir(files, path):
+                files.fsync_dir(os.path.dirname(path))
+        try:
+            write_new(files, layout.leases(attempt, f"{ident}.json"), json.dumps(record).encode())
+            files.fsync_dir(layout.leases(attempt))
+            break
+        except FileNotFoundError:
+            continue  # another reader's release, or the rotator, removed the directory in between
+    else:
+        raise StepNotFound(f"a lease on {name} could not be written: its directory is removed again and again", step=None)
     try:
         there = any(item.name == name and item.kind == "dir" for item in files.scan(layout.root))
         head = parse_head(files.read(os.path.join(layout.final(name), MARKER), HEAD_LIMIT)) if there else None

@@ -334,22 +334,24 @@ class CheckpointManager:
             raise
         self._closed = True
         if self._owned is not None:
-            self._owned.close()
+            self._owned.close(self._timeouts.close)
         self._group.close(min(self._timeouts.close, 30.0))
 
     def _end(self, reports: dict[int, Report]) -> Report:
         """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
         assert self._owned is not None and self._committer is not None
-        for attempt in self._owned.dead_attempts():
-            if attempt not in self._owned.live:
-                self._owned.remove_attempt(attempt)
+        with self._owned.lock:
+            self._owned.sweep()
+            for series in self._series.values():
+                if series.name in self._committer.series_committed:
+                    self._committer.rotate(series.name, series.policy)
         return {}
 
     def _leave(self) -> None:
         """Give the root back without a word to the others."""
         self._closed = True
         if self._owned is not None:
-            self._owned.close()
+            self._owned.close(min(self._timeouts.close, 5.0))
         self._group.abandon()
 
     def __enter__(self) -> CheckpointManager:

@@ -17,9 +17,9 @@ from distckpt.durable import GONE, Files, fsync_tree_dirs, make_dir, replace, to
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.janitor import Janitor
 from distckpt.journal import Journal
-from distckpt.layout import ATTEMPT, SUBDIRECTORIES, Layout, Naming
+from distckpt.layout import ATTEMPT, MARKER, SUBDIRECTORIES, Layout, Naming
 from distckpt.leases import Watch
-from distckpt.marker import Marker
+from distckpt.marker import Head, Marker
 from distckpt.ownership import Ownership
 from distckpt.retention import Policy
 from distckpt.runtime import Runtime
@@ -66,16 +66,24 @@ def sync_root(files: Files, layout: Layout) -> None:
         here = os.path.dirname(here)
 
 
-def infer_naming(files: Files, layout: Layout) -> Naming | None:
-    """The template that the newest marker in the root was named by, when root.json is lost."""
+def known_heads(files: Files, layout: Layout) -> list[Head]:
+    """Heads of all markers that stand under their own name in the root or in staging, newest first: what is left to go
+    by when root.json is lost. The only commit may be one that was not published yet (S7)."""
+    staging = layout.home("staging")
+    places = [os.path.join(staging, g, a) for g in recovery.inside(files, staging)
+              for a in recovery.inside(files, os.path.join(staging, g))]
     heads = []
-    for item in files.scan(layout.root):
-        if item.kind != "dir":
-            continue
-        entry = catalog.look(files, layout.root, item.name, item.kind, ("", 0))
-        if entry is not None and entry.head is not None and entry.head.name == item.name:
-            heads.append(entry.head)
-    for head in sorted(heads, key=lambda h: h.seq, reverse=True):
+    for place in [layout.root, *places]:
+        for name in recovery.inside(files, place):
+            entry = catalog.look(files, place, name, "dir", ("", 0))
+            if entry is not None and entry.head is not None and entry.head.name == name:
+                heads.append(entry.head)
+    return sorted(heads, key=lambda h: (h.seq, h.step), reverse=True)
+
+
+def infer_naming(files: Files, layout: Layout) -> Naming | None:
+    """The template that the newest marker of the root was named by, when root.json is lost."""
+    for head in known_heads(files, layout):
         stem = head.name if head.series == "main" else head.name.removesuffix(f"-{head.series}")
         digits = [stem[i:j] for i in range(len(stem)) for j in range(i + 1, len(stem) + 1)
                   if stem[i:j].isdigit() and int(stem[i:j]) == head.step
@@ -103,7 +111,8 @@ class OwnedRoot:
         self.no_rotation: str | None = None
         self.highest_seq = 0
         self.users = 1
-        self._vouched: dict[str, Marker] = {}
+        self._examined: dict[str, Marker] = {}
+        self._synced: set[str] = set()
         self._foreign_reported = False
         self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
 
@@ -129,13 +138,15 @@ class OwnedRoot:
             return shared
         make_root(files, layout)
         sync_root(files, layout)
-        record = catalog.read_record(files, layout)
-        naming = _agree_naming(files, layout, record, naming)
-        entries = catalog.scan(files, layout, naming)
-        heads = [e.head for e in entries if e.head is not None]
+        asked = naming
+        naming = _agree_naming(files, layout, catalog.read_record(files, layout), asked)
+        heads = [e.head for e in catalog.scan(files, layout, naming) if e.head is not None]
         ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
         try:
-            record = _settle_record(files, layout, runtime, record, naming, run_id, entries, ownership.generation)
+            # read again: while we waited, another owner may have made the record, saved, and released the root
+            record = catalog.read_record(files, layout)
+            naming = _agree_naming(files, layout, record, asked)
+            record = _settle_record(files, layout, runtime, record, naming, run_id, ownership.generation)
             owned = cls(files, layout, naming, ownership, record, runtime)
             owned._start()
         except BaseException:
@@ -169,13 +180,13 @@ class OwnedRoot:
         seen += [upto for _, upto in selection.abandoned(self.files, self.layout)]
         return max(seen)
 
-    def close(self) -> None:
-        """Give the root back when the last user closes it."""
+    def close(self, timeout: float = 60.0) -> None:
+        """Give the root back when the last user closes it, after ``timeout`` seconds of deleting at most."""
         self.users -= 1
         if self.users > 0:
             return
         _open.pop((os.getpid(), self.files.real(self.layout.root)), None)
-        self.janitor.stop(60.0)
+        self.janitor.stop(timeout)
         self.journal.event("released", generation=self.generation)
         self.ownership.release()
 
@@ -190,36 +201,44 @@ class OwnedRoot:
         self.highest_seq += 1
         return self.highest_seq
 
-    def vouch(self, entry: Entry) -> Marker:
-        """The whole marker of ``entry``, once per process: sealed, every file of its size, and all of it synced.
-
-        An inherited checkpoint was perhaps copied here, or its last fsync failed: before it may count, or be relied
-        on while another goes, it is made durable in fact (S8, S15).
-        """
+    def examine(self, entry: Entry) -> Marker:
+        """The whole marker of ``entry``, once per process: sealed, and every file of its size. MarkerError otherwise."""
         assert entry.head is not None
-        known = self._vouched.get(entry.head.attempt)
-        if known is not None:
-            return known
-        directory = self.layout.final(entry.name)
-        found = catalog.read_marker(self.files, directory)
-        problems = catalog.check_files(self.files, directory, found.files)
-        if problems:
-            raise MarkerError(f"{entry.name}: {problems[0].path} {problems[0].what}",
-                              files={p.path: p.what for p in problems})
-        try:
-            for file in found.files:
-                self.files.fsync(os.path.join(directory, file.path))
-            self.files.fsync(os.path.join(directory, "commit.json"))
-            fsync_tree_dirs(self.files, directory)
-        except OSError as error:
-            self.no_rotation = f"{entry.name} could not be synced ({error})"
-            raise
-        self.vouched(found)
+        known = self._examined.get(entry.head.attempt)
+        if known is None:
+            directory = self.layout.final(entry.name)
+            known = catalog.read_marker(self.files, directory)
+            problems = catalog.check_files(self.files, directory, known.files)
+            if problems:
+                raise MarkerError(f"{entry.name}: {problems[0].path} {problems[0].what}",
+                                  files={p.path: p.what for p in problems})
+            self._examined[entry.head.attempt] = known
+        return known
+
+    def vouch(self, entry: Entry) -> Marker:
+        """``examine``, and all of it synced, once per process.
+
+        An inherited checkpoint was perhaps copied here, or its last fsync failed: before it is relied on while another
+        goes, it is made durable in fact (S8).
+        """
+        found = self.examine(entry)
+        if found.head.attempt not in self._synced:
+            directory = self.layout.final(entry.name)
+            try:
+                for file in found.files:
+                    self.files.fsync(os.path.join(directory, file.path))
+                self.files.fsync(os.path.join(directory, MARKER))
+                fsync_tree_dirs(self.files, directory)
+            except OSError as error:
+                self.no_rotation = f"{entry.name} could not be synced ({error})"
+                raise
+            self._synced.add(found.head.attempt)
         return found
 
     def vouched(self, found: Marker) -> None:
-        """Remember a checkpoint that this process committed or checked itself."""
-        self._vouched[found.head.attempt] = found
+        """Remember a checkpoint that this process committed itself."""
+        self._examined[found.head.attempt] = found
+        self._synced.add(found.head.attempt)
 
     def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
         """Checkpoints of another run that stand in this root; reported once, left alone."""
@@ -253,9 +272,11 @@ class OwnedRoot:
             return
         self.janitor.delete([target])
 
-    def dead_attempts(self) -> list[str]:
-        """Attempts of this generation that still stand in staging."""
-        return [i.name for i in self.files.scan(self.layout.staging(self.generation)) if ATTEMPT.fullmatch(i.name)]
+    def sweep(self) -> None:
+        """Remove the attempts of this generation that nobody works on any more; the caller knows that all ranks left."""
+        for item in self.files.scan(self.layout.staging(self.generation)):
+            if ATTEMPT.fullmatch(item.name) and item.name not in self.live:
+                self.remove_attempt(item.name)
 
     # -- after a commit ------------------------------------------------------------------------------------------
 
@@ -285,17 +306,19 @@ class OwnedRoot:
             merged.update(context.protected)
             full = rotation.Context(merged, {**context.ignored, **self.in_doubt, **self.rejections()}, context.line,
                                     context.origin, context.fresh)
-            verdicts = rotation.plan(series, entries, self.record.run, policy, full, self.vouch)
-            if self.no_rotation is not None:
-                log.warning("nothing is rotated until the next start: %s", self.no_rotation)
-                return []
+            verdicts = rotation.plan(series, entries, self.record.run, policy, full, self.examine)
             victims = [v.entry for v in verdicts if not v.keep]
             if victims:
-                gone = rotation.move_to_trash(self.files, self.layout, self.generation, victims, self.watch)
+                for survivor in (v.entry for v in verdicts if v.keep and v.entry.head is not None
+                                 and v.entry.head.attempt in self._examined):
+                    self.vouch(survivor)
+            gone = rotation.move_to_trash(self.files, self.layout, self.generation, victims, self.watch)
+            names = [os.path.basename(path).rpartition(".")[0] for path in gone]
+            if gone:
                 self.janitor.delete(gone)
-                self.journal.event("rotated", names=[v.name for v in victims])
-            return [v.name for v in victims]
-        except OSError as error:
+                self.journal.event("rotated", names=names)
+            return names
+        except (OSError, MarkerError) as error:
             log.warning("could not rotate %s: %s; it will be tried again after the next save", self.layout.root, error)
             return []
 
@@ -319,15 +342,14 @@ def _agree_naming(files: Files, layout: Layout, record: RootRecord | None, asked
 
 
 def _settle_record(files: Files, layout: Layout, runtime: Runtime, record: RootRecord | None, naming: Naming,
-                   run_id: str | None, entries: Sequence[Entry], generation: int) -> RootRecord:
+                   run_id: str | None, generation: int) -> RootRecord:
     """root.json, durable before the first attempt. If it was lost, the run id comes from the newest marker (S7)."""
     if record is not None:
         if run_id is not None and run_id != record.run:
             raise ConfigError(f"root {layout.root} belongs to run {record.run!r}, not {run_id!r}; use another root, or "
                               "leave run_id out to go on with that run")
         return record
-    newest = max((e for e in entries if e.head is not None), key=lambda e: e.order, default=None)
-    inherited = newest.head.run if newest is not None and newest.head is not None else None
-    record = RootRecord(run_id or inherited or f"run-{runtime.token(6)}", naming)
+    heads = known_heads(files, layout)
+    record = RootRecord(run_id or (heads[0].run if heads else f"run-{runtime.token(6)}"), naming)
     replace(files, layout.record, record.to_bytes(), layout.staging(generation, "root.tmp"))
     return record

@@ -6,12 +6,14 @@ two directories and no zombie can change them. It ends before the first begin (S
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from dataclasses import dataclass, field
 
 from distckpt import catalog
 from distckpt import marker as _marker
+from distckpt.catalog import Problem
 from distckpt.durable import (
     GONE,
     TAKEN,
@@ -59,6 +61,7 @@ def recover(files: Files, layout: Layout, naming: Naming, generation: int) -> Re
         if item.kind != "dir":
             unlink_if_there(files, path)
             continue
+        files.fsync_dir(path)  # an exchange may be seen and not be durable: what is swept as the old half must stay it (S2)
         found = _committed(files, layout, naming, path, item.name) if ATTEMPT.fullmatch(item.name) else None
         if found is None:
             _sweep(files, layout, generation, item.name, report)
@@ -97,12 +100,23 @@ def _committed(files: Files, layout: Layout, naming: Naming, path: str, attempt:
             continue
         if found.head.attempt != attempt or catalog.identity_problem(found.head, name, parsed):
             continue
-        problems = catalog.check_files(files, directory, found.files)
+        problems = _problems(files, directory, found)
         if problems:
             log.warning("an attempt at %s is swept: %s %s", name, problems[0].path, problems[0].what)
             continue
         return found
     return None
+
+
+def _problems(files: Files, directory: str, found: Marker) -> list[Problem]:
+    """What is wrong with an attempt, by positive evidence. OSError when that cannot be told: what is swept is deleted,
+    and an unreadable disk is no reason to delete a commit (S23)."""
+    problems = catalog.check_files(files, directory, found.files)
+    for problem in problems:
+        if not problem.certain:
+            raise OSError(errno.EIO, f"cannot tell whether this attempt is whole: it {problem.what}",
+                          os.path.join(directory, problem.path))
+    return problems
 
 
 def _roll_forward(files: Files, layout: Layout, naming: Naming, generation: int, attempt: str, found: Marker) -> bool:
@@ -166,10 +180,14 @@ def _put_back(files: Files, layout: Layout, generation: int, report: Report) -> 
         old = layout.trash(generation, item.name)
         try:
             found = catalog.read_marker(files, old)
-        except (MarkerError, OSError):
+        except MarkerError:
+            continue
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             continue  # its removal had begun, so the new one was published before
         standing = {i.name for i in files.scan(layout.root)}
-        if name in standing or found.head.name != name or catalog.check_files(files, old, found.files):
+        if name in standing or found.head.name != name or _problems(files, old, found):
             continue
         files.rename(old, layout.final(name))
         files.fsync_dir(layout.root)

@@ -117,6 +117,7 @@ def move_to_trash(files: Files, layout: Layout, generation: int, victims: Sequen
     moves back (S22). Both parents are synced before anybody may unlink (S21).
     """
     moved: list[tuple[Entry, str]] = []
+    gone: list[str] = []
     for entry in victims:
         assert entry.head is not None
         target = layout.trash(generation, f"{entry.name}.{entry.head.attempt}")
@@ -128,15 +129,21 @@ def move_to_trash(files: Files, layout: Layout, generation: int, victims: Sequen
         moved.append((entry, target))
     if not moved:
         return []
-    gone = []
     for entry, target in moved:
         assert entry.head is not None
-        holders = watch.holders(entry.head.attempt)
+        try:
+            holders = watch.holders(entry.head.attempt)
+        except OSError as error:
+            holders = [f"its leases cannot be read ({error})"]  # cannot tell is not free
         if not holders:
             gone.append(target)
             continue
-        files.rename(target, layout.final(entry.name))
-        log.info("%s stays: %s", entry.name, "; ".join(holders))
+        try:
+            files.rename(target, layout.final(entry.name))
+            log.info("%s stays: %s", entry.name, "; ".join(holders))
+        except OSError as error:
+            log.warning("%s could not be moved back from %s (%s) and stays there: %s", entry.name, target, error,
+                        "; ".join(holders))
     files.fsync_dir(layout.trash(generation))
     files.fsync_dir(layout.root)
     return gone

@@ -140,7 +140,7 @@ class SystemRuntime:
     def alive(self, other: Identity) -> bool | None:
         """True or False when this kernel can tell, None when it cannot (another machine, another container)."""
         mine = self.identity()
-        if not other.boot or not mine.pidns or (other.boot, other.pidns) != (mine.boot, mine.pidns):
+        if not (other.boot and mine.pidns and other.started) or (other.boot, other.pidns) != (mine.boot, mine.pidns):
             return None
         started, state = _process_start(other.pid)
         return started == other.started and state not in ("Z", "X")

@@ -6,12 +6,14 @@ without what was found bad before.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distckpt import catalog, journal
 from distckpt.catalog import Entry
-from distckpt.durable import Files, walk
+from distckpt.durable import GONE, Files
+from distckpt.errors import MarkerError
 from distckpt.layout import HOME, MARKER, Layout
 
 Ranges = list[tuple[int, int]]
@@ -68,7 +70,7 @@ def traces(files: Files, layout: Layout, entries: Sequence[Entry]) -> list[str]:
     if entries:
         found.append(f"{len(entries)} entries named like checkpoints, such as {entries[0].name}")
     for kind in ("staging", "trash"):
-        if any(relative.endswith(f"/{MARKER}") for relative, _ in walk(files, layout.home(kind))):
+        if _holds_marker(files, layout.home(kind)):
             found.append(f"a marker in {HOME}/{kind}")
     pointer = catalog.read_pointer(files, layout)
     if pointer is not None:
@@ -76,3 +78,22 @@ def traces(files: Files, layout: Layout, entries: Sequence[Entry]) -> list[str]:
     if journal.ever_committed(files, layout):
         found.append("the journal records a commit")
     return found
+
+
+def _holds_marker(files: Files, directory: str) -> bool:
+    """Whether a whole marker stands anywhere below. A torn one is what a crash in the very first save leaves, and no commit
+    (S7). What vanishes meanwhile is being deleted by our own janitor."""
+    try:
+        for item in files.scan(directory):
+            if item.kind == "dir":
+                if _holds_marker(files, os.path.join(directory, item.name)):
+                    return True
+            elif item.name == MARKER:
+                catalog.read_marker(files, directory)
+                return True
+    except MarkerError:
+        return False
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,9 @@ class Answer:
         found = [line for line in self.out.splitlines() if name in line.split()]
         assert len(found) == 1, f"{name}: {found} in {self.out}"
         return found[0]
+
+
+Command = Callable[..., Answer]
 
 
 def record_root(root: str, run: str = RUN, naming: Naming = STEP) -> Layout:

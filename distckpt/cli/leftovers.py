@@ -17,7 +17,7 @@ from distckpt.marker import Marker
 from distckpt.reader import Root
 from distckpt.runtime import Identity
 
-PUBLISH, REMOVE, RESTORE, LIVE = "publish", "remove", "put back", "in progress"
+PUBLISH, REMOVE, RESTORE, LIVE, UNCLEAR = "publish", "remove", "put back", "in progress", "cannot tell"
 
 
 @dataclass
@@ -106,8 +106,7 @@ def _staged(root: Root, top: int, alive: bool | None) -> Iterator[Leftover]:
             elif not ATTEMPT.fullmatch(item.name):
                 one.why = "not an attempt's name"
             else:
-                one.marker, one.name, one.why = _judge(root, path, item.name, name)
-                one.fate = PUBLISH if one.marker is not None else REMOVE
+                one.fate, one.marker, one.name, one.why = _judge(root, path, item.name, name)
             yield one
 
 
@@ -115,8 +114,8 @@ def _live(alive: bool | None) -> str:
     return "belongs to the live writer" if alive else "its writer is on another machine and may live"
 
 
-def _judge(root: Root, path: str, attempt: str, name: str) -> tuple[Marker | None, str, str]:
-    """(marker or None, checkpoint name, why), by the rules of ``recovery``."""
+def _judge(root: Root, path: str, attempt: str, name: str) -> tuple[str, Marker | None, str, str]:
+    """(fate, marker, checkpoint name, why) of a dead attempt, by the rules of ``recovery``."""
     why = "never committed: nothing was written"
     for inner in recovery.inside(root.files, path):
         directory, parsed = os.path.join(path, inner), series_of(root.naming, inner)
@@ -139,11 +138,13 @@ def _judge(root: Root, path: str, attempt: str, name: str) -> tuple[Marker | Non
             why = f"the old half of a replace: it holds attempt {found.head.attempt}"
         elif problem:
             why = problem
+        elif not all(p.certain for p in damage):
+            return UNCLEAR, None, inner, f"recovery deletes nothing that it cannot read: {damage[0].path} {damage[0].what}"
         elif damage:
             why = f"partly removed or damaged: {damage[0].path} {damage[0].what}"
         else:
-            return found, inner, "committed, not yet published"
-    return None, name, why
+            return PUBLISH, found, inner, "committed, not yet published"
+    return REMOVE, None, name, why
 
 
 def _trashed(root: Root, top: int, alive: bool | None, standing: set[str]) -> Iterator[Leftover]:
@@ -157,23 +158,28 @@ def _trashed(root: Root, top: int, alive: bool | None, standing: set[str]) -> It
             one = Leftover("trash", generation, item.name, path, name, REMOVE, "removed before, its bytes are still here")
             if generation == top and alive is not False:
                 one.fate, one.why = LIVE, "being deleted by the live writer" if alive else _live(alive)
-            elif item.name.endswith(recovery.REPLACED) and name not in standing:
-                one.marker = _restorable(root, path, name)
-                if one.marker is not None:
+            else:
+                one.marker = _whole(root, path)
+                if one.marker is None or one.marker.head.name in standing:
+                    pass
+                elif item.name.endswith(recovery.REPLACED) and one.marker.head.name == name:
                     one.fate, one.why = RESTORE, "its replacement was never committed"
+                elif root.leases_on(one.marker.head.attempt):
+                    one.fate, one.why = RESTORE, "somebody holds a lease on it"
             yield one
 
 
-def _restorable(root: Root, path: str, name: str) -> Marker | None:
+def _whole(root: Root, path: str) -> Marker | None:
+    """The marker of something in trash whose removal has not begun."""
     try:
         found = catalog.read_marker(root.files, path)
     except (MarkerError, OSError):
         return None
-    return found if found.head.name == name and not catalog.check_files(root.files, path, found.files) else None
+    return found if not catalog.check_files(root.files, path, found.files) else None
 
 
 def size_of(files: Files, path: str) -> int:
-    """Bytes under ``path`` now; what vanishes meanwhile counts for nothing."""
+    """Bytes under ``path`` now, for people: what vanishes meanwhile or cannot be read counts for nothing."""
     total = 0
     try:
         if files.stat(path).kind != "dir":
@@ -181,7 +187,6 @@ def size_of(files: Files, path: str) -> int:
         for relative, item in walk(files, path):
             if item.kind == "file":
                 total += files.stat(os.path.join(path, relative)).size
-    except OSError as error:
-        if error.errno not in GONE:
-            raise
+    except OSError:
+        return total
     return total

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 class Plan:
     """What retention decides now: by the same ``rotation.plan`` as a live run, which also keeps what resume would choose.
 
-    With ``owned`` every survivor is read whole and synced before it counts; without it is only read.
+    It reads every checkpoint whole before that one counts; what survives is synced by the owner before a victim moves.
     """
 
     def __init__(self, root: Root, series: str, given: Policy | None, owned: OwnedRoot | None) -> None:
@@ -69,7 +69,7 @@ class Plan:
         metrics: set[str] = set()
 
         def read(entry: Entry) -> Marker:
-            found = owned.vouch(entry) if owned is not None else _read(root, entry)
+            found = owned.examine(entry) if owned is not None else _read(root, entry)
             self.sizes[entry.name] = found.size
             metrics.update(found.metrics)
             return found

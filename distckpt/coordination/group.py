@@ -15,6 +15,8 @@ from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)
 
+_LEAVING = 2.0
+
 
 class Group:
     """Made by ``Group.connect`` on every rank. ``identities`` says who every rank is."""
@@ -70,12 +72,12 @@ class Group:
                               "initialise torch.distributed first, or save with Shards")
 
     def collectives(self) -> Any:
-        """A gloo group of our own for DCP, made when first needed; None for one rank. Collective.
+        """A gloo group of our own for DCP, made when first needed; None in a process without torch's. Collective.
 
         Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group.
         """
         self.require_collectives()
-        if self.world == 1 or self._bootstrap.new_gloo is None:
+        if self._bootstrap.new_gloo is None:
             return None
         if self._gloo is None:
             self._gloo = self._bootstrap.new_gloo()
@@ -102,8 +104,24 @@ class Group:
         self._drop()
 
     def abandon(self) -> None:
-        """Stop without a word to the others: an exception is in flight, and they may be anywhere. Local."""
+        """Stop without a collective: an exception is in flight, and the others may be anywhere. Local.
+
+        When all ranks raise the same error, the others may still be reading it: rank 0's store stays until they have
+        left as well, or for two seconds, so that nobody gets a CoordinatorLost in its place (P4).
+        """
+        client = self.rounds.client
         self.pulse.stop()
+        self.listener.stop(client)
+        try:
+            if self.rank == 0:
+                dead = {r for r, i in self.identities.items() if self._runtime.alive(i) is False}
+                keys = [f"bye/{rank}" for rank in range(1, self.world) if rank not in dead]
+                if keys:
+                    client.wait(keys, _LEAVING)
+            else:
+                client.set(f"bye/{self.rank}", {})
+        except CoordinatorLost as error:
+            log.debug("leaving without a goodbye: %s", error)
         self._drop()
 
     def _drop(self) -> None:

@@ -29,13 +29,14 @@ class Listener:
 
     def __init__(self, source: ClientSource, rank: int, runtime: Runtime) -> None:
         self._source, self._rank, self._runtime = source, rank, runtime
+        self._number = 0
         self._thread = runtime.thread("listener", self._run)
 
     def _run(self) -> None:
-        number = 0
         try:
             client = self._source()
             while True:
+                number = self._number
                 key = control_key(self._rank, number)
                 if not client.wait([key], None):
                     continue
@@ -45,12 +46,24 @@ class Listener:
                     return
                 if message.get("op") == "stacks":
                     client.set(stacks_key(self._rank, number), {"stacks": self._runtime.stacks()[-_STACKS_LIMIT:]})
-                number += 1
+                self._number = number + 1
         except CoordinatorLost as error:
             log.debug("rank %d's listener ends: %s", self._rank, error)
 
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
+
+    def stop(self, client: Client) -> None:
+        """End it from this side, whatever rank 0 does. A thread that is still inside the store when the interpreter
+        ends aborts the process, and its exit code would hide the error that ended it."""
+        try:
+            for _ in range(5):  # a request of rank 0's may take the same key at the same moment
+                client.set(control_key(self._rank, self._number), {"op": "bye"})
+                self._thread.join(0.5)
+                if not self._thread.is_alive():
+                    return
+        except CoordinatorLost:
+            self._thread.join(1.0)  # its own wait has failed as well
 
 
 class Caller:

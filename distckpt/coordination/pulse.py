@@ -85,7 +85,10 @@ class Pulse:
             self._probe = None
             self._state = {**self._state, "phase": f"outside, after {self._state.get('op')}"}
             state = dict(self._state)
-        client.set(beat_key(self._rank), state)
+        try:
+            client.set(beat_key(self._rank), state)
+        except CoordinatorLost as error:  # a courtesy must not hide how the call ended
+            log.debug("rank %d left its call unseen: %s", self._rank, error)
 
     def phase(self, name: str) -> None:
         with self._lock:

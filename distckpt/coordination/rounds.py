@@ -75,10 +75,15 @@ class Call:
 
     def __init__(self, rounds: Rounds, number: int, op: str, step: int | None) -> None:
         self.rounds, self.number, self.op, self.step = rounds, number, op, step
-        self._first = True
+        self._complete = False
+
+    def name(self, *parts: object) -> str:
+        """A key of this call."""
+        return "/".join(["call", str(self.number), *map(str, parts)])
 
     def key(self, *parts: object) -> str:
-        return self.rounds.used("/".join(["call", str(self.number), *map(str, parts)]))
+        """A key of this call that will be written, and so must be deleted."""
+        return self.rounds.used(self.name(*parts))
 
     @property
     def what(self) -> str:
@@ -114,9 +119,7 @@ class Call:
             rounds.pulse.watch(None)
         found = rounds.client.get(list(keys.values()))
         reports = {rank: value for rank, value in zip(keys, found, strict=True) if not value.get("filled")}
-        if self._first and len(reports) == len(keys):
-            self._first = False
-            rounds.forget_old()
+        self._complete = self._complete or len(reports) == len(keys)
         return reports, watch
 
     def absence(self, watch: Watch, phase: str) -> RankTimeout:
@@ -163,6 +166,8 @@ class Call:
 
     def _announce(self, key: str, verdict: Report) -> Report:
         standing = self.rounds.client.claim(key, {**verdict, "by": 0})
+        if self._complete:
+            self.rounds.forget_old()
         if standing.get("by") != 0:
             raise from_wire(standing["error"])
         return verdict

@@ -14,7 +14,7 @@ from distckpt.saving.files import RankFiles
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who writes or loads. ``gloo``: a process group of our own for frameworks that run collectives, None for one rank.
+    """Who writes or loads. ``gloo``: a process group of our own for frameworks that run collectives, None without torch's.
 
     ``strict``: a member that the checkpoint lacks is an error. ``only``: names to load, None for all.
     """

@@ -98,7 +98,7 @@ class DCP:
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         try:
             with _quietly():
-                save(self._state(), storage_writer=_Writer(files), process_group=ranks.gloo(), no_dist=ranks.world == 1)
+                save(self._state(), storage_writer=_Writer(files), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
 
@@ -107,8 +107,7 @@ class DCP:
         state = self._state()
         try:
             with _quietly():
-                load(state, storage_reader=FileSystemReader(checkpoint.directory), process_group=ranks.gloo(),
-                     no_dist=ranks.world == 1)
+                load(state, storage_reader=FileSystemReader(checkpoint.directory), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
         if self._model is not None:

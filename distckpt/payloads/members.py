@@ -10,15 +10,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
-from distckpt.payloads import loadable
+from distckpt.payloads import loadable, torchfile
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.rng import Rng
-from distckpt.saving.files import RankFiles, as_file
+from distckpt.saving.files import RankFiles
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class Members:
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         files.note("members", self.members)
         with files.writer(_FILE) as out:
-            torch.save(self._states(), as_file(out))
+            torchfile.write(self._states(), out)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         wanted = [n for n in self._members if ranks.only is None or n in ranks.only]
@@ -81,7 +79,7 @@ class Members:
         if missing_files:
             self._lacking(checkpoint, wanted, ranks)
             return
-        states = [torch.load(checkpoint.mine(_FILE, rank=r), weights_only=True, map_location="cpu") for r in readers]
+        states = [torchfile.read(checkpoint.mine(_FILE, rank=r)) for r in readers]
         lacking = [n for n in wanted if any(n not in s for s in states)]
         if lacking:
             self._lacking(checkpoint, lacking, ranks)

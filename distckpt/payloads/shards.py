@@ -10,9 +10,9 @@ import torch
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path
-from distckpt.payloads import loadable
+from distckpt.payloads import loadable, torchfile
 from distckpt.payloads.base import Ranks
-from distckpt.saving.files import RankFiles, as_file
+from distckpt.saving.files import RankFiles
 
 _SUFFIX = {"torch": "pt", "safetensors": "safetensors"}
 
@@ -57,7 +57,7 @@ class Shards:
             save_file({k: v.contiguous() for k, v in value.items()}, files.mine(self._file))
             return
         with files.writer(self._file) as out:
-            torch.save(value, as_file(out))
+            torchfile.write(value, out)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         path = checkpoint.mine(self._file)
@@ -66,7 +66,7 @@ class Shards:
 
             value: Any = load_file(path)
         else:
-            value = torch.load(path, weights_only=True, map_location="cpu")
+            value = torchfile.read(path)
         if isinstance(self._state, Mapping):
             if not isinstance(self._state, dict):
                 raise ConfigError(f"cannot load in place into a {type(self._state).__name__}; pass a dict")

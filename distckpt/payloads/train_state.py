@@ -43,6 +43,9 @@ class TrainState:
             raise ConfigError("TrainState(optimizer=...) needs model= as well: optimizer state is stored by parameter name")
         if model is not None and not (hasattr(model, "named_parameters") and hasattr(model, "state_dict")):
             raise ConfigError(f"TrainState(model=...) takes a torch module (plain, DDP or FSDP), not {type(model).__name__}")
+        if type(model).__module__.partition(".")[0] == "deepspeed":
+            raise ConfigError("TrainState cannot save a DeepSpeed engine (it shards its optimizer state in its own way): use "
+                              "manager.saving(step) and engine.save_checkpoint(files.path, save_latest=False) in the block")
         if model is None and not named:
             raise ConfigError("TrainState holds nothing: give it a model, or members")
 

@@ -11,7 +11,7 @@ from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Report, require_same
 from distckpt.durable import walk
 from distckpt.errors import ConfigError, DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
-from distckpt.layout import MARKER, Naming, member_path_problem
+from distckpt.layout import MAIN, MARKER, Naming, member_path_problem
 from distckpt.marker import FileEntry, Head, Marker
 from distckpt.owned import OwnedRoot
 from distckpt.retention import Policy
@@ -32,6 +32,7 @@ class Committer:
         self._policy: Policy | None = None
         self._began = 0.0
         self._sizes: dict[str, int | None] = {}
+        self.series_committed: set[str] = set()
 
     def prepare(self, request: Request, policy: Policy) -> None:
         """What the coming call is about; before its first round."""
@@ -75,9 +76,7 @@ class Committer:
 
     def _begin(self, request: Request, reports: dict[int, Report]) -> dict[str, Any]:
         owned = self.owned
-        for attempt in owned.dead_attempts():
-            if attempt not in owned.live:
-                owned.remove_attempt(attempt)
+        owned.sweep()
         existing, replace = self._existing(request)
         discard = existing is not None and request.discardable
         attempt, seq = owned.runtime.token(8), 0
@@ -220,6 +219,7 @@ class Committer:
             raise save_error(request.step, go.attempt, {0: self._failure(outcome.error)}, self.group.world,
                              outcome.state) from outcome.error
         lineage.fresh.append(go.attempt)
+        self.series_committed.add(request.series)
         self._sizes[request.series] = found.size
         seconds = owned.runtime.monotonic() - self._began
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
@@ -231,17 +231,17 @@ class Committer:
     def after_commit(self, go: Go) -> None:
         """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
         request = self.request
-        with self.owned.lock:
-            if request.series == "main":
-                self.owned.point_to(go.name)
-            self.rotate(request.series)
-
-    def rotate(self, series: str) -> list[str]:
-        """Apply the policy of the present call to ``series``."""
         assert self._policy is not None
+        with self.owned.lock:
+            if request.series == MAIN:
+                self.owned.point_to(go.name)
+            self.rotate(request.series, self._policy)
+
+    def rotate(self, series: str, policy: Policy) -> list[str]:
+        """Apply ``policy`` to ``series``; names of what went."""
         context = rotation.Context(protected={}, ignored={}, line=self.lineage.line, origin=self.lineage.parent,
                                    fresh=frozenset(self.lineage.fresh))
-        return self.owned.rotate(series, self._policy, context)
+        return self.owned.rotate(series, policy, context)
 
     def aborted(self, go: Go, error: DistckptError, swept: bool) -> None:
         """Every rank that could be told was told; the space comes back now if all writers have returned."""

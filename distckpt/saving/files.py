@@ -40,9 +40,16 @@ class PieceWriter:
         self._started = self._dropped = 0
         self.durable = False
         self._closed = False
+        self._failed: Exception | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        view = memoryview(data).cast("B")
+        try:
+            return self._write(memoryview(data).cast("B"))
+        except (OSError, PeerFailed) as error:
+            self._failed = error
+            raise
+
+    def _write(self, view: memoryview) -> int:
         for start in range(0, len(view), PIECE):
             piece = view[start:start + PIECE]
             if self._digest is not None:
@@ -101,6 +108,8 @@ class PieceWriter:
             self.close()
         else:
             self.abandon()
+            if self._failed is not None and value is not self._failed:
+                raise self._failed from value  # torch's zip writer hides it behind a complaint about positions
 
 
 class RankFiles:

@@ -178,7 +178,7 @@ class Transaction:
     def _decide(self, go: Go, report: Report, entries: list[FileEntry]) -> Report:
         keys = {rank: self._call.key(go.attempt, "ack", rank) for rank in range(self._group.world)}
         outcome_key = self._call.key(go.attempt, "outcome")
-        left_keys = {rank: self._call.key(go.attempt, "left", rank) for rank in keys}
+        left_keys = {rank: self._call.name(go.attempt, "left", rank) for rank in keys}
         standing = self._client.claim(keys[self._group.rank], {**report, "rank": self._group.rank})
         if standing.get("filled"):
             self._client.set(left_keys[self._group.rank], {})
@@ -212,7 +212,7 @@ class Transaction:
         except DistckptError as error:
             if not (isinstance(error, SaveError) and error.outcome == "unknown"):
                 self._client.set(outcome_key, {"error": to_wire(error)})
-                still = [left_keys[r] for r in left_keys if r not in reports and r not in watch.lost]
+                still = [self._call.rounds.used(left_keys[r]) for r in left_keys if r not in reports and r not in watch.lost]
                 self._committer.aborted(go, error, swept=self._all_left(still, bool(watch.timed_out)))
             else:
                 self._client.set(outcome_key, {"error": to_wire(error)})

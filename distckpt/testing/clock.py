@@ -27,7 +27,8 @@ class VirtualClock:
 
 
 class VirtualEvent:
-    """``wait`` lets the clock run; a wait without a timeout that nobody can end is an error of the test."""
+    """``wait`` lets the clock run. Without a timeout, nobody can end it: a thread is idle then and taken off, and
+    anywhere else it is an error of the test."""
 
     def __init__(self, runtime: VirtualRuntime) -> None:
         self._runtime = runtime
@@ -47,6 +48,8 @@ class VirtualEvent:
             return True
         self._runtime.use_wait()
         if timeout is None:
+            if self._runtime.in_thread:
+                raise Parked
             raise RuntimeError("waits for ever: nobody else runs in a virtual runtime")
         self._runtime.sleep(timeout)
         return self._flag
@@ -61,15 +64,17 @@ class VirtualThread:
         self._runtime = runtime
 
     def run(self, waits: int | None = None) -> bool:
-        """Run the target from its start, on this thread; whether it returned. With ``waits`` it is taken off at the
-        wait after that many: a loop "wait, work" then does its work ``waits`` times."""
-        before, self._runtime.waits = self._runtime.waits, waits
+        """Run the target from its start, on this thread; whether it returned. It is taken off where it has nothing left
+        to do (a wait without a timeout), and with ``waits`` at the wait after that many: a loop "wait, work" then does
+        its work ``waits`` times."""
+        before = self._runtime.waits, self._runtime.in_thread
+        self._runtime.waits, self._runtime.in_thread = waits, True
         try:
             self.target()
         except Parked:
             return False
         finally:
-            self._runtime.waits = before
+            self._runtime.waits, self._runtime.in_thread = before
         self.finished = True
         return True
 
@@ -98,6 +103,7 @@ class VirtualRuntime:
         self.threads: list[VirtualThread] = []
         self.slept = 0.0
         self.waits: int | None = None
+        self.in_thread = False
         self._skew, self._born = skew, born
         self._random = random.Random(repr(self.me))
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from distckpt import owned
+from distckpt.cli.main import main
+from tests.support import Answer, Command
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +16,15 @@ def no_open_roots() -> Iterator[None]:
     owned._open.clear()
     yield
     owned._open.clear()
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command ``distckpt``, run in this process."""
+    def run(*argv: object) -> Answer:
+        capfd.readouterr()
+        code = main([str(a) for a in argv])
+        seen = capfd.readouterr()
+        return Answer(code, seen.out, seen.err)
+
+    return run
