@@ -21,6 +21,9 @@ _SERIES = re.compile(r"[A-Za-z0-9_]{1,64}")
 _PADDED = re.compile(r"\{step(?::0(\d+)d?)?\}")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _TAKEN = re.compile(r"taken-[a-z]+-\d+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DOTS = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")
 
 
 @dataclass(frozen=True)
@@ -199,12 +202,11 @@ def member_path_problem(path: object) -> str | None:
         return "it is longer than 1024 characters"
     if path.startswith("/"):
         return "it is absolute"
-    if any(ord(c) < 32 or ord(c) == 127 for c in path):
+    if _CONTROL.search(path):
         return "it holds a control character, such as a newline"
-    if any("\ud800" <= c <= "\udfff" for c in path):
+    if _SURROGATE.search(path):
         return "it is not valid UTF-8"
-    parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts):
+    if _DOTS.search(path):
         return "it has an empty, '.' or '..' component"
     if path == MARKER:
         return f"{MARKER} is the marker's own name"

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint
 
 from distckpt import catalog, marker
 from distckpt.catalog import Entry, RootRecord, check_file, check_files, read_marker, read_pointer, read_record, scan
@@ -17,6 +16,7 @@ from distckpt.layout import MARKER, Layout, Naming
 from distckpt.marker import FileEntry
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import FaultyFiles, fail
+from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint
 
 LAYOUT = Layout.at(ROOT)
 
@@ -91,7 +91,8 @@ def test_S24_name_step_and_series_of_a_marker_agree_with_the_directory(disk: Cra
 def test_a_name_that_only_begins_like_a_series_is_never_taken(disk: CrashFiles) -> None:
     naming = Naming.parse("checkpoint-{step}")
     make_checkpoint(disk, 200, 1, series="rolling", naming=naming)
-    make_checkpoint(disk, 200, 2, directory=f"{ROOT}/checkpoint-200-rolling-tmp", name="checkpoint-200-rolling-tmp", series="rolling")
+    make_checkpoint(disk, 200, 2, directory=f"{ROOT}/checkpoint-200-rolling-tmp", name="checkpoint-200-rolling-tmp",
+                    series="rolling")
     (entry,) = scan(disk, LAYOUT, naming)
     assert (entry.name, entry.series, entry.step, entry.committed) == ("checkpoint-200-rolling", "rolling", 200, True)
 
@@ -138,7 +139,8 @@ def test_a_file_is_regular_of_its_size_and_of_its_bytes(tmp_path: Path) -> None:
 def test_S23_cannot_tell_is_told_from_bad(disk: CrashFiles) -> None:
     found = make_checkpoint(disk, 1)
     entry = found.files[0]
-    for number, certain in ((errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, False), (errno.ENOENT, True), (errno.ENOTDIR, True)):
+    for number, certain in ((errno.EIO, False), (errno.ESTALE, False), (errno.EACCES, False), (errno.ENOENT, True),
+                            (errno.ENOTDIR, True)):
         files = FaultyFiles(disk, fail(number, op="stat", path=entry.path))
         problem = check_file(files, LAYOUT.final("step-1"), entry)
         assert problem is not None and problem.certain is certain, number
@@ -177,7 +179,8 @@ def test_root_json_reads_back_and_its_absence_is_told_from_damage(disk: CrashFil
 
 @pytest.mark.parametrize(("data", "said"), [
     (b"", "not readable"), (b"{", "not readable"), (b"[]", "not readable"), (b'{"format": 1}', "not readable"),
-    (b'{"format": 1, "run": "r", "naming": "no-step"}', "not readable"), (b'{"format": "x", "run": "r", "naming": "s-{step}"}', "not readable"),
+    (b'{"format": 1, "run": "r", "naming": "no-step"}', "not readable"),
+    (b'{"format": "x", "run": "r", "naming": "s-{step}"}', "not readable"),
     (b'{"format": 2, "run": "r", "naming": "s-{step}"}', "upgrade distckpt")])
 def test_S7_an_unreadable_root_json_raises_and_says_what_to_do(disk: CrashFiles, data: bytes, said: str) -> None:
     write_payload(disk, LAYOUT.record, data)

@@ -368,24 +368,3 @@ def test_one_refusal_stops_all_that_were_named(command: Command, root: Layout) -
     said = command("adopt", root.root, "step-100", "step-200", "step-300", "--json")
     assert said.code == 1 and said.json["refused"].keys() == {"step-200", "step-300"} and said.err.count("\n") == 2
     assert not os.path.exists(root.final("step-100") + "/commit.json") and not os.listdir(root.home("owner"))
-
-
-# -- pin and unpin -------------------------------------------------------------------------------------------------------
-
-def test_a_pin_outlasts_the_command_and_retention(command: Command, root: Layout) -> None:
-    chain(root, 3)
-    said = command("pin", f"{root.root}@100", "--reason", "figure 3")
-    assert said.code == 0 and said.out.startswith("step-100: pinned (figure 3)")
-    assert "already pinned" in command("pin", root.root, "--step", 100, "--reason", "figure 3").out
-    command("prune", root.root, "--keep-last", 1)
-    assert names(root) == ["step-100", "step-300"]
-    held = leases.take(REAL, root, SYSTEM, "step-100", attempt_id(1), "upload", 600.0)
-    said = command("unpin", f"{root.root}@100")
-    assert "1 pin removed" in said.out and "1 lease of readers stay" in said.out
-    assert command("unpin", f"{root.root}@100", "--json").json == {
-        "name": "step-100", "attempt": attempt_id(1), "pins": [], "leases": ["upload"]}
-    held.release()
-    assert command("unpin", f"{root.root}@100").out == "step-100: was not pinned\n"
-    command("prune", root.root, "--keep-last", 1)
-    assert names(root) == ["step-300"]
-    assert command("pin", f"{root.root}@100").code == 3

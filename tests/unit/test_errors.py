@@ -59,8 +59,9 @@ def test_the_tree_stands_in_the_docstring() -> None:
         assert cls.__name__ in errors.__doc__, cls
 
 
-@pytest.mark.parametrize(("name", "builtin"), [("ConfigError", ValueError), ("RankTimeout", TimeoutError), ("StepAlreadyExists", FileExistsError),
-                                               ("StepNotFound", FileNotFoundError), ("RankLost", TimeoutError)])
+@pytest.mark.parametrize(("name", "builtin"), [
+    ("ConfigError", ValueError), ("RankTimeout", TimeoutError), ("RankLost", TimeoutError),
+    ("StepAlreadyExists", FileExistsError), ("StepNotFound", FileNotFoundError)])
 def test_what_python_calls_by_a_builtin_name_is_caught_by_it(name: str, builtin: type[Exception]) -> None:
     assert issubclass(getattr(errors, name), builtin)
 
@@ -84,7 +85,8 @@ def raised(cause: BaseException) -> BaseException:
 
 
 def test_a_failure_names_type_place_and_path() -> None:
-    found = RankFailure.of(raised(OSError(errno.ENOSPC, "No space left on device", "/r/x")), rank=2, host="h", pid=9, phase="write")
+    found = RankFailure.of(raised(OSError(errno.ENOSPC, "No space left on device", "/r/x")), rank=2, host="h", pid=9,
+                           phase="write")
     assert (found.rank, found.type, found.path, found.disk_full) == (2, "RuntimeError", "/r/x", True)
     assert "No space left" in found.traceback
     assert str(found) == "rank 2 on h (pid 9, write): RuntimeError: wrapped"
@@ -98,9 +100,10 @@ def test_a_failure_is_bounded() -> None:
 @pytest.mark.parametrize(("error", "free", "full"), [
     (OSError(errno.ENOSPC, "x"), None, True), (OSError(errno.EDQUOT, "x"), None, True), (OSError(errno.EIO, "x"), None, False),
     (raised(OSError(errno.EDQUOT, "x")), None, True), (RuntimeError("[Errno 28] No space left on device"), None, True),
-    (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), None, True), (RuntimeError("PytorchStreamWriter failed writing file"), 100, True),
-    (RuntimeError("PytorchStreamWriter failed writing file"), 1 << 40, False), (RuntimeError("PytorchStreamWriter failed"), None, False),
-    (RuntimeError("boom"), 0, False)])
+    (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), None, True),
+    (RuntimeError("PytorchStreamWriter failed writing file"), 100, True),
+    (RuntimeError("PytorchStreamWriter failed writing file"), 1 << 40, False),
+    (RuntimeError("PytorchStreamWriter failed"), None, False), (RuntimeError("boom"), 0, False)])
 def test_a_full_disk_is_told_from_other_errors(error: BaseException, free: int | None, full: bool) -> None:
     assert is_disk_full(error, free) is full
 

@@ -6,7 +6,6 @@ import errno
 import os
 
 import pytest
-from tests.support import ROOT, attempt_id, crash_disk, make_checkpoint, open_owned
 
 from distckpt import leases
 from distckpt.durable import remove_tree
@@ -19,6 +18,7 @@ from distckpt.rotation import Context
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import FaultyFiles, Killed, Operation, call, die, fail
+from tests.support import ROOT, attempt_id, crash_disk, make_checkpoint, open_owned
 
 LAYOUT = Layout.at(ROOT)
 NOTHING = Context({}, {})
@@ -60,7 +60,8 @@ def sweep(one: OwnedRoot) -> None:
     one.runtime.run("janitor")  # type: ignore[attr-defined]
 
 
-def test_rotation_passes_over_a_leased_checkpoint_and_comes_back_later(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_rotation_passes_over_a_leased_checkpoint_and_comes_back_later(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     held = lease(disk, reader, 1)
     assert one.rotate("main", KeepLast(1), NOTHING) == ["step-2"] and steps(disk) == ["step-1", "step-3"]
     held.release()
@@ -122,7 +123,15 @@ def test_S22_a_lease_taken_between_the_plan_and_the_move_brings_the_checkpoint_b
         assert steps(state) == ["step-1", "step-3"]
 
 
-def test_S22_a_reader_that_comes_after_the_move_finds_nothing_to_lease(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_S22_what_moved_back_stands_there_after_a_cut_as_well(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+    disk.sync_all()
+    one.files = FaultyFiles(disk, call(lambda o: lease(disk, reader, 1) and None, op="rename", path=LAYOUT.final("step-1")))
+    assert one.rotate("main", KeepLast(2), NOTHING) == []
+    assert one.files.fired and {tuple(steps(state)) for state in disk.crash_states()} == {("step-1", "step-2", "step-3")}
+
+
+def test_S22_a_reader_that_comes_after_the_move_finds_nothing_to_lease(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     refused: list[str] = []
 
     def late(operation: Operation) -> None:
@@ -135,14 +144,15 @@ def test_S22_a_reader_that_comes_after_the_move_finds_nothing_to_lease(disk: Cra
     assert len(refused) == 1 and listing(disk, LAYOUT, attempt_id(1)) == []
 
 
-def test_S22_leases_that_cannot_be_read_after_the_move_count_as_held(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_S22_leases_that_cannot_be_read_after_the_move_count_as_held(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     failing = FaultyFiles(disk, fail(errno.EIO, op="scan", path=LAYOUT.leases(attempt_id(1))))
     one.watch = Watch(failing, LAYOUT, one.runtime)
     assert one.rotate("main", KeepLast(1), NOTHING) == ["step-2"]
     assert failing.fired and steps(disk) == ["step-1", "step-3"]
 
 
-def test_S22_an_owner_killed_between_the_move_and_the_second_look_leaves_the_checkpoint_to_its_reader(clock: VirtualClock) -> None:
+def test_S22_an_owner_killed_between_move_and_second_look_leaves_the_checkpoint_to_its_reader(clock: VirtualClock) -> None:
     for n in range(1, 100):
         disk = crash_disk()
         runtime = VirtualRuntime(clock, pid=n)
@@ -150,8 +160,11 @@ def test_S22_an_owner_killed_between_the_move_and_the_second_look_leaves_the_che
         for step in (1, 2, 3):
             make_checkpoint(disk, step, one.next_seq())
         got: list[Lease] = []
-        take_it = call(lambda o, d=disk, g=got: g.append(lease(d, VirtualRuntime(clock, host="eval"), 1)), op="rename",  # type: ignore[misc]
-                       path=LAYOUT.final("step-1"))
+
+        def arrive(operation: Operation, disk: CrashFiles = disk, got: list[Lease] = got) -> None:
+            got.append(lease(disk, VirtualRuntime(clock, host="eval"), 1))
+
+        take_it = call(arrive, op="rename", path=LAYOUT.final("step-1"))
         files = FaultyFiles(disk, take_it, die(n))
         one.files = one.janitor._files = files
         try:
@@ -170,7 +183,8 @@ def test_S22_an_owner_killed_between_the_move_and_the_second_look_leaves_the_che
     raise AssertionError("it never ended")
 
 
-def test_S22_on_a_network_file_system_leases_are_looked_at_once_more_after_90_s(clock: VirtualClock, reader: VirtualRuntime) -> None:
+def test_S22_on_a_network_file_system_leases_are_looked_at_once_more_after_90_s(
+        clock: VirtualClock, reader: VirtualRuntime) -> None:
     disk = crash_disk()
     disk.network = True
     one = open_owned(disk, VirtualRuntime(clock))
@@ -198,12 +212,12 @@ def test_S22_what_a_replace_left_in_trash_never_takes_the_leases_of_the_attempt_
 
 
 def test_S22_a_removal_that_had_begun_is_never_moved_back(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
-    held = lease(disk, reader, 1)
+    lease(disk, reader, 1)
     disk.rename(LAYOUT.final("step-1"), LAYOUT.trash(1, f"step-1.{attempt_id(1)}"))
     disk.unlink(LAYOUT.trash(1, f"step-1.{attempt_id(1)}", MARKER))
     one.janitor.delete(one.janitor.leftovers())
     sweep(one)
-    assert steps(disk) == ["step-2", "step-3"] and disk.scan(LAYOUT.trash(1)) == [] and held is not None
+    assert steps(disk) == ["step-2", "step-3"] and disk.scan(LAYOUT.trash(1)) == []
 
 
 def test_S22_a_lease_expires_by_the_rotators_own_time_since_it_last_saw_a_renewal(
@@ -243,7 +257,8 @@ def test_S22_a_reader_that_could_not_renew_is_told(disk: CrashFiles, one: OwnedR
     held.release()
 
 
-def test_S22_a_stopped_reader_that_wakes_up_does_not_renew_what_had_lapsed(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_S22_a_stopped_reader_that_wakes_up_does_not_renew_what_had_lapsed(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     """After a SIGSTOP its renewing thread may run before its reading one."""
     held = lease(disk, reader, 1, ttl=90.0)
     held._renewed -= 10_000.0
@@ -261,7 +276,8 @@ def test_S22_a_reader_whose_lease_file_is_gone_is_told(disk: CrashFiles, one: Ow
         held.check()
 
 
-def test_S22_a_renewal_that_fails_is_tried_again_until_the_ttl_is_over(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_S22_a_renewal_that_fails_is_tried_again_until_the_ttl_is_over(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     files = FaultyFiles(disk, fail(errno.EIO, op="overwrite", forever=True))
     held = take(files, LAYOUT, reader, "step-1", attempt_id(1), "evaluation", 90.0)
     reader.run("lease", waits=2)
@@ -287,7 +303,8 @@ def test_two_readers_hold_one_checkpoint_until_both_let_go(disk: CrashFiles, one
     assert one.watch.holders(attempt_id(1)) == []
 
 
-def test_a_release_beside_a_lease_in_the_making_does_not_disturb_it(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+def test_a_release_beside_a_lease_in_the_making_does_not_disturb_it(
+        disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     """The last release removes the directory just when the next reader wants to write into it."""
     first = lease(disk, reader, 1)
     files = FaultyFiles(disk, call(lambda o: first.release(), op="open", path="leases"))

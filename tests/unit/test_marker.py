@@ -91,7 +91,8 @@ def test_no_marker_with_torn_pages_is_accepted(read: Any, data: st.DataObject) -
 
 @READERS
 @pytest.mark.parametrize("data", [
-    b"", b"{}", b"null", b"not json", b"\0" * 500, b'{"head":', b'{"head":{}}', b'{"head":' + b"[" * 100_000, b'{"head":7,\n"seal":""}',
+    b"", b"{}", b"null", b"not json", b"\0" * 500, b'{"head":', b'{"head":{}}', b'{"head":' + b"[" * 100_000,
+    b'{"head":7,\n"seal":""}',
     b'\xef\xbb\xbf{"head":{}}', b'{"head":{"format":1},\n"body":{},\n"seal":"sha256:00"}\n'])
 def test_what_is_not_a_marker_is_refused(read: Any, data: bytes) -> None:
     with pytest.raises(MarkerError):
@@ -110,7 +111,8 @@ def test_a_newer_format_says_upgrade(read: Any) -> None:
 
 
 @READERS
-@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a\nb", "a/../../b", "", "commit.json", "a//b", "a\u0000b", 7, None, ["a"]])
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a\nb", "a/../../b", "", "commit.json", "a//b", "a\u0000b", 7, None,
+                                  ["a"]])
 def test_a_manifest_reaches_only_into_its_own_directory(read: Any, name: object) -> None:
     data = resealed(marker.build(whole()), files=[["ok.pt", 1, None, 0], [name, 1, None, 0]])
     with pytest.raises(MarkerError):
@@ -118,8 +120,9 @@ def test_a_manifest_reaches_only_into_its_own_directory(read: Any, name: object)
 
 
 @READERS
-@pytest.mark.parametrize("rows", [[["a", 1, None, 0], ["a", 1, None, 1]], [["a", -1, None, 0]], [["a", 1.5, None, 0]], [["a", True, None, 0]],
-                                  [["a", 1, 5, 0]], [["a", 1, None, -1]], [["a", 1, None]], [["a"]], "files", 5, None, [5]])
+@pytest.mark.parametrize("rows", [
+    [["a", 1, None, 0], ["a", 1, None, 1]], [["a", -1, None, 0]], [["a", 1.5, None, 0]], [["a", True, None, 0]],
+    [["a", 1, 5, 0]], [["a", 1, None, -1]], [["a", 1, None]], [["a"]], "files", 5, None, [5]])
 def test_a_manifest_row_is_path_size_digest_rank(read: Any, rows: object) -> None:
     with pytest.raises(MarkerError):
         read(resealed(marker.build(whole()), files=rows))
@@ -209,7 +212,8 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_
        names=st.lists(NAMES, unique=True, max_size=5), size=st.integers(0, 2**50), digest=st.none() | st.text("abc", max_size=9),
        rank=st.integers(0, 10**6), metrics=st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3),
        meta=st.dictionaries(NAMES, JSON, max_size=3), lineage=st.lists(st.tuples(NAMES, st.integers(0, 99)), max_size=4))
-def test_any_marker_reads_back_and_glance_agrees(seq: int, step: int, series: str, names: list[str], size: int, digest: str | None,
+def test_any_marker_reads_back_and_glance_agrees(seq: int, step: int, series: str, names: list[str], size: int,
+                                                 digest: str | None,
                                                  rank: int, metrics: dict[str, float], meta: dict[str, Any],
                                                  lineage: list[tuple[str, int]]) -> None:
     head = Head(seq, step, attempt_id(seq), f"step-{step}", series, "run", 3)

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint, open_owned, stage_attempt
 
 from distckpt import catalog, journal, owned
 from distckpt.durable import REAL
@@ -18,6 +17,7 @@ from distckpt.owned import OwnedRoot, infer_naming, make_root, sync_root
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import FaultyFiles, Killed, die, fail
+from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint, open_owned, stage_attempt
 
 LAYOUT = Layout.at(ROOT)
 CHECKPOINT = Naming.parse("checkpoint-{step:06d}")
@@ -203,7 +203,8 @@ def test_S7_an_unreadable_root_json_is_an_error_and_nothing_is_claimed(disk: Cra
     assert [i.name for i in disk.scan(LAYOUT.home("staging"))] == ["1"]
 
 
-def test_S7_a_root_made_while_we_waited_for_its_owner_keeps_its_run(disk: CrashFiles) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_S7_a_root_made_while_we_waited_for_its_owner_keeps_its_run_and_naming(disk: CrashFiles, saved: bool) -> None:
     """Two jobs start on one new root. The second waits to see whether the first one beats; the first makes the record,
     saves, and leaves: the second must go on with that run and not start one of its own beside it."""
     clock = VirtualClock()
@@ -211,18 +212,22 @@ def test_S7_a_root_made_while_we_waited_for_its_owner_keeps_its_run(disk: CrashF
     write_payload(disk, LAYOUT.owner(1), json.dumps({
         "identity": VirtualRuntime(clock, host="host-b", boot="boot-b").me.to_json(), "time": 0.0}).encode())
     second = VirtualRuntime(clock, pid=2)
+    record = catalog.RootRecord("the first run", CHECKPOINT)
 
     def first_saves(now: float) -> None:
         if catalog.read_record(disk, LAYOUT) is None:
-            write_payload(disk, LAYOUT.record, catalog.RootRecord("the first run", STEP).to_bytes())
-            make_checkpoint(disk, 1, 1, run="the first run")
+            write_payload(disk, LAYOUT.record, record.to_bytes())
+            if saved:
+                make_checkpoint(disk, 1, 1, run=record.run, naming=CHECKPOINT)
 
     second.hooks.append(first_saves)
     one = open_owned(disk, second, run_id=None)
-    assert one.record.run == "the first run" and one.foreign(one.entries()) == []
+    assert one.record == record == catalog.read_record(disk, LAYOUT) and one.naming == CHECKPOINT
+    assert len(one.entries()) == saved and one.foreign(one.entries()) == []
 
 
-@pytest.mark.parametrize(("template", "step"), [("step-{step}", 7), ("checkpoint-{step:08d}", 7), ("global_step{step}", 100), ("v2-{step}", 2),
+@pytest.mark.parametrize(("template", "step"), [("step-{step}", 7), ("checkpoint-{step:08d}", 7), ("global_step{step}", 100),
+                                                ("v2-{step}", 2),
                                                 ("{step}-of-7", 7), ("epoch-{step}.ckpt", 0), ("step-{step:08d}", 12345678)])
 @pytest.mark.parametrize("series", ["main", "rolling"])
 def test_S7_a_lost_naming_is_read_off_the_newest_marker(disk: CrashFiles, template: str, step: int, series: str) -> None:

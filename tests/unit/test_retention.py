@@ -88,7 +88,8 @@ def test_a_stale_step_never_takes_a_slot_of_a_live_one(records: list[Record], po
 
 
 def test_a_stale_5000_beside_a_new_400_never_wins_a_slot() -> None:
-    records = [record(4000, 8, stale=True, loss=0.1), record(5000, 9, stale=True, loss=0.1), record(300, 7), record(400, 10, loss=0.9)]
+    records = [record(4000, 8, stale=True, loss=0.1), record(5000, 9, stale=True, loss=0.1), record(300, 7),
+               record(400, 10, loss=0.9)]
     assert kept(KeepLast(1), records) == [10]
     assert kept(KeepLast(2), records) == [7, 10]
     assert kept(KeepLast(3), records) == [9, 7, 10]
@@ -125,8 +126,9 @@ def test_reasons_say_which_rule() -> None:
     assert found == {attempt_id(2): "one of the last 1; loss=0.25 is among the best 1"}
 
 
-@pytest.mark.parametrize("limits", [{}, {"keep_last": None}, {"keep_last": 0}, {"keep_last": 0, "keep_every": 0, "keep_best": None},
-                                    {"keep_last": None, "keep_best": 2}, {"keep_every": 100}])
+@pytest.mark.parametrize("limits", [
+    {}, {"keep_last": None}, {"keep_last": 0}, {"keep_last": 0, "keep_every": 0, "keep_best": None},
+    {"keep_last": None, "keep_best": 2}, {"keep_every": 100}])
 def test_no_limit_means_that_everything_stays(limits: dict[str, int | None]) -> None:
     records = [record(n, n) for n in range(1, 30)]
     assert len(from_limits(**limits)(records)) == 29
@@ -137,9 +139,10 @@ def test_zero_and_none_leave_a_rule_out() -> None:
     assert from_limits(3, 100, 2, "acc", "max").spec == "last=3|every=100|best=2,acc,max"
 
 
-@pytest.mark.parametrize("limits", [{"keep_last": -1}, {"keep_last": 3, "keep_every": -5}, {"keep_last": 3, "keep_best": -1},
-                                    {"keep_last": 1.5}, {"keep_last": True}, {"keep_last": "3"}, {"keep_last": 1, "keep_best": 1, "best_mode": "low"},
-                                    {"keep_last": 1, "keep_best": 1, "best_metric": "a,b"}, {"keep_last": 1, "keep_best": 1, "best_metric": ""}])
+@pytest.mark.parametrize("limits", [
+    {"keep_last": -1}, {"keep_last": 3, "keep_every": -5}, {"keep_last": 3, "keep_best": -1}, {"keep_last": 1.5},
+    {"keep_last": True}, {"keep_last": "3"}, {"keep_last": 1, "keep_best": 1, "best_mode": "low"},
+    {"keep_last": 1, "keep_best": 1, "best_metric": "a,b"}, {"keep_last": 1, "keep_best": 1, "best_metric": ""}])
 def test_a_limit_is_a_whole_number_from_zero(limits: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         from_limits(**limits)  # type: ignore[arg-type]
@@ -153,7 +156,8 @@ def test_a_negative_limit_says_what_to_write_instead() -> None:
             make(0)
 
 
-@pytest.mark.parametrize("spec", ["", "last", "last=", "last=x", "last=0", "best=1", "best=1,loss", "never", "last=3|", "every=-1"])
+@pytest.mark.parametrize("spec", ["", "last", "last=", "last=x", "last=0", "best=1", "best=1,loss", "never", "last=3|",
+                                  "every=-1"])
 def test_a_spec_that_is_not_known_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError):
         parse(spec)

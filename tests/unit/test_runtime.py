@@ -50,8 +50,10 @@ def _started(pid: int) -> str:
 @pytest.mark.parametrize(("environment", "job", "restart"), [
     ({}, None, 0), ({"SLURM_JOB_ID": "0"}, None, 0), ({"SLURM_JOB_ID": "none"}, None, 0), ({"SLURM_JOB_ID": ""}, None, 0),
     ({"SLURM_JOB_ID": "42"}, "slurm:42", 0), ({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3"}, "slurm:42", 3),
-    ({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "x"}, "slurm:42", 0), ({"SLURM_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "7"}, "slurm:42[7]", 0)])
-def test_S6_a_job_id_counts_only_if_it_is_real(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], job: str | None, restart: int) -> None:
+    ({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "x"}, "slurm:42", 0),
+    ({"SLURM_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "7"}, "slurm:42[7]", 0)])
+def test_S6_a_job_id_counts_only_if_it_is_real(
+        monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], job: str | None, restart: int) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

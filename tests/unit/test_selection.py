@@ -34,7 +34,8 @@ def names(found: selection.Candidates) -> list[str]:
 
 def test_every_other_name_is_passed_over_with_its_reason() -> None:
     entries = [entry(5, 5), entry(4, 4, run="other"), entry(3, 3), entry(2, 2, problem="its marker belongs to 'step-7'"),
-               Entry("step-1", 1, "main", None, "it has files but no commit.json: never committed"), entry(9, 9, series="rolling")]
+               Entry("step-1", 1, "main", None, "it has files but no commit.json: never committed"),
+               entry(9, 9, series="rolling")]
     found = candidates(entries, "main", RUN, {attempt_id(3): "size differs"}, [])
     assert names(found) == ["step-5"] and found.legacy == ["step-1"]
     assert found.skipped["step-4"] == "belongs to another run (other)"
@@ -152,8 +153,8 @@ def test_S7_every_trace_of_a_checkpoint_forbids_a_fresh_start(disk: CrashFiles, 
     assert len(evidence(disk)) >= 1
 
 
-@pytest.mark.parametrize(("op", "path"), [("scan", "staging"), ("scan", "trash"), ("scan", ROOT), ("read", "latest"), ("scan", "journal"),
-                                          ("read", "jsonl")])
+@pytest.mark.parametrize(("op", "path"), [
+    ("scan", "staging"), ("scan", "trash"), ("scan", ROOT), ("read", "latest"), ("scan", "journal"), ("read", "jsonl")])
 def test_S7_what_cannot_be_read_is_an_error_and_not_an_absence(disk: CrashFiles, op: str, path: str) -> None:
     write_payload(disk, LAYOUT.pointer, b"step-1\n")
     files = FaultyFiles(disk, fail(errno.EIO, op=op, path=path))
