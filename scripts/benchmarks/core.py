@@ -113,8 +113,8 @@ def _simulated(place: Path, quick: bool) -> Iterator[Row]:
         for turn in range(turns + 1):
             begun = time.perf_counter()
             with rounds.call("save", turn) as call:
-                for name in ("begin", "durable"):
-                    call.round(name, {"files": [["x.rank-00000-of-00512.pt", 1 << 20, "xxh3-128:" + "0" * 32]]},
+                for _ in ("begin", "durable"):
+                    call.round({"files": [["x.rank-00000-of-00512.pt", 1 << 20, "xxh3-128:" + "0" * 32]]},
                                lambda reports: {"ranks": len(reports)}, 600.0)
             if rank == 0 and turn:
                 times.append(time.perf_counter() - begun)

@@ -1,7 +1,8 @@
 """SIGKILL one rank at one point inside one save, from inside the process: no handler, no flush, no goodbye.
 
-The points are reached through the library's own seams (``Seams``), so nothing in the library knows of this file. Just
-before it dies, the rank notes where it stood, for the story.
+Nothing in the library knows of this file: two points are reached through the library's own seams (``Seams``), the first
+write through Python's audit hook, because the first file of a rank is written by DCP itself. Just before it dies, the
+rank notes where it stood, for the story.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distckpt.coordination import bootstrap
 from distckpt.coordination.store import Client
+from distckpt.durable import REAL
 from distckpt.options import Seams
 from distckpt.runtime import SYSTEM
 from distckpt.testing import faults
@@ -43,21 +46,27 @@ class Doom:
         self.note.write_text(json.dumps({"rank": self.rank, "point": self.point, "step": self.step, "where": where}))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _strike(self, operation: faults.Operation) -> None:
-        self.die(os.path.basename(operation.path))
-
-    def _in_save(self, path: str, suffix: str = "") -> bool:
-        return self.armed and f"/step-{self.step}/" in path and path.endswith(suffix)
+    def _in_save(self, path: str) -> bool:
+        return self.armed and f"/step-{self.step}/" in path
 
     def seams(self) -> Seams:
-        """What the doomed rank hands to its manager."""
+        """Lay the trap; what the doomed rank hands to its manager."""
         if self.point == "write":
-            return Seams(files=faults.FaultyFiles(faults.REAL, faults.call(self._strike, op="write", path=self._in_save)))
-        if self.point == "fsync":  # of its part of the model, which DCP wrote and we make durable
-            shard = faults.call(self._strike, op=("fsync", "fsync_file"), path=lambda path: self._in_save(path, ".distcp"))
-            return Seams(files=faults.FaultyFiles(faults.REAL, shard))
+            sys.addaudithook(self._on_event)
+            return Seams()
+        if self.point == "fsync":  # of its part of the model, which DCP wrote and distckpt makes durable
+            trap = faults.call(lambda operation: self.die(os.path.basename(operation.path)), op=("fsync", "fsync_file"),
+                               path=lambda path: self._in_save(path) and path.endswith(".distcp"))
+            return Seams(files=faults.FaultyFiles(REAL, trap))
         found = bootstrap.find(None, SYSTEM)
         return Seams(bootstrap=replace(found, source=lambda: _Watched(found.source(), self)))  # type: ignore[arg-type, return-value]
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not self.armed or not isinstance(arguments[0], (str, os.PathLike)):
+            return
+        path = os.fspath(arguments[0])
+        if isinstance(path, str) and self._in_save(path) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            self.die(os.path.basename(path))
 
 
 class _Watched:
@@ -72,5 +81,5 @@ class _Watched:
     def claim(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
         standing = self._client.claim(key, value)
         if self._doom.armed and key.endswith(f"/ack/{self._doom.rank}"):
-            self._doom.die(f"{len(value['files'])} files acked")
+            self._doom.die(f"{len(value['files'])} files")
         return standing
