@@ -6,10 +6,12 @@ import logging
 import os
 from typing import Any
 
+from distckpt import human
+from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.durable import GONE, Files, remove_tree, unlink_if_there, write_new
-from distckpt.errors import ConfigError
+from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import Layout, Naming
 from distckpt.owned import OwnedRoot
 from distckpt.retention import KeepAll, Policy
@@ -31,10 +33,10 @@ class Start:
     def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
         """The root's naming; the same errors on every rank. Rank 0 owns the root when this returns."""
         try:
-            verdict = call.round("open", {"root": self._layout.root, "options": options}, self._open, arrive)
+            verdict = call.round({"root": self._layout.root, "options": options}, self._open, arrive)
             self._probe = self._layout.staging(verdict["generation"], verdict["probe"])
             problem = self._try_storage(verdict["probe"], verdict["nonce"], visible)
-            call.round("probe", {"problem": problem}, self._judge, arrive)
+            call.round({"problem": problem}, self._judge, arrive)
         except BaseException:
             if self.owned is not None:
                 self.owned.close()
@@ -91,8 +93,11 @@ class Start:
         return None
 
     def _judge(self, reports: dict[int, Report]) -> Report:
-        remove_tree(self._files, self._probe)
         problems = {rank: str(report["problem"]) for rank, report in reports.items() if report.get("problem")}
+        try:
+            remove_tree(self._files, self._probe)
+        except OSError as error:
+            problems.setdefault(0, f"cannot remove a directory there: {error}")
         if problems:
             fine = sorted({self._group.hosts[r] for r in reports if r not in problems})
             bad = "; ".join(f"rank {rank} on {self._group.hosts[rank]} {text}" for rank, text in sorted(problems.items())[:8])
@@ -104,18 +109,17 @@ class Start:
 
 def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
     """The lines at start: what root, whose, how many checkpoints, and for how many more there is room. Rank 0."""
-    entries = [e for e in owned.entries() if e.committed]
+    entries: list[Entry] = []
     room = ""
     try:
+        entries = [e for e in owned.entries() if e.committed]
         free = owned.files.free(owned.layout.root)
-        room = f", {free / 1e9:.1f} GB free"
+        room = f", {human.size(free)} free"
         if entries:
-            from distckpt.catalog import read_marker
-
             size = read_marker(owned.files, owned.layout.final(entries[0].name)).size
-            room += f": room for about {free // max(size, 1)} more checkpoints like {entries[0].name} ({size / 1e9:.2f} GB)"
-    except (OSError, ConfigError) as error:
-        room = f", free space unknown ({error})"
+            room += f": room for about {free // max(size, 1)} more checkpoints like {entries[0].name} ({human.size(size)})"
+    except (OSError, MarkerError) as error:
+        room += f" (for how many more checkpoints is unknown: {error})"
     log.info("root %s: run %s, generation %d, %d ranks (%s), %d checkpoints%s", owned.layout.root, owned.record.run,
              owned.generation, group.world, group.kind, len(entries), room)
     if isinstance(policy, KeepAll):

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from distckpt import adopt as adoption
+from distckpt import human
 from distckpt.adopt import Candidate
 from distckpt.cli import claim, exits, output, survey
 from distckpt.cli.output import Output
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         found, refused = _examine(root, names, owned.record.run)
         branch = root.runtime.token(8)
         for candidate in found:
-            out.progress(f"reading {candidate.name}, {output.size(candidate.size)}")
+            out.progress(f"reading {candidate.name}, {human.size(candidate.size)}")
             try:
                 adopted.append((candidate, adoption.adopt(owned, candidate, branch, dict(args.metric))))
             except DistckptError as error:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.document({"root": root.layout.root, "dry_run": False, "adopted": [_document(c, m) for c, m in adopted],
                   "refused": refused})
     for candidate, marker in adopted:
-        out.line(f"adopted {candidate.name}: {output.plural(len(candidate.files), 'file')}, {output.size(candidate.size)}, "
+        out.line(f"adopted {candidate.name}: {output.plural(len(candidate.files), 'file')}, {human.size(candidate.size)}, "
                  f"{output.plural(candidate.world, 'rank')}, attempt {marker.head.attempt}"
                  + (f" (was {candidate.former.head.name} of {candidate.former.head.run})" if candidate.former else ""))
     _say_refused(out, refused)
@@ -106,7 +107,7 @@ def _say_refused(out: Output, refused: dict[str, str]) -> None:
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
     origin = f"run {candidate.former.head.run}" if candidate.former is not None else "no marker"
-    return (candidate.name, str(candidate.step), candidate.series, str(len(candidate.files)), output.size(candidate.size),
+    return (candidate.name, str(candidate.step), candidate.series, str(len(candidate.files)), human.size(candidate.size),
             str(candidate.world), origin)
 
 

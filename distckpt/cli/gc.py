@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from distckpt import human
 from distckpt.cli import claim, exits, output, target
 from distckpt.cli.leftovers import LIVE, PUBLISH, REMOVE, RESTORE, Leftover, leftovers, size_of
 from distckpt.cli.output import Output
@@ -42,7 +43,7 @@ def _outcome(one: Leftover, standing: set[str], left: list[str]) -> str:
 def _report(out: Output, root: str, found: list[Leftover], sizes: list[int], fates: list[str], dry: bool) -> None:
     freed = sum(size for one, size, fate in zip(found, sizes, fates, strict=True) if fate in (REMOVE, _DONE[REMOVE]))
     rows = [(one.name, one.id if one.place == "staging" else one.id.removeprefix(f"{one.name}."), one.place, str(one.generation),
-             output.size(size), fate, one.why) for one, size, fate in zip(found, sizes, fates, strict=True)]
+             human.size(size), fate, one.why) for one, size, fate in zip(found, sizes, fates, strict=True)]
     listed: list[dict[str, Any]] = [
         {"name": one.name, "id": one.id, "place": one.place, "generation": one.generation, "bytes": size, "fate": fate,
          "reason": one.why} for one, size, fate in zip(found, sizes, fates, strict=True)]
@@ -54,6 +55,6 @@ def _report(out: Output, root: str, found: list[Leftover], sizes: list[int], fat
     published = sum(fate in (PUBLISH, RESTORE, _DONE[PUBLISH], _DONE[RESTORE]) for fate in fates)
     removed = sum(fate in (REMOVE, _DONE[REMOVE]) for fate in fates)
     verb = "would publish" if dry else "published"
-    line = f"{verb} {published}, {'remove' if dry else 'removed'} {removed} ({output.size(freed)})"
+    line = f"{verb} {published}, {'remove' if dry else 'removed'} {removed} ({human.size(freed)})"
     live = fates.count(LIVE)
     out.line(line + (f"; {live} in progress stay" if live else "") + ("; nothing was changed (--dry-run)" if dry else ""))

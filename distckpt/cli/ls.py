@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from distckpt import human
 from distckpt.cli import exits, leftovers, output, target
 from distckpt.cli.output import Output
 from distckpt.cli.survey import NEWEST, Row, survey
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         others = sorted({e.series for e in root.entries()})
         out.line(f"nothing of series {args.series!r}" + (f"; there are: {', '.join(others)}" if others else ""))
     of_series = f" of series {args.series!r}" if args.series else ""
-    footer = f"{len(whole)} committed{of_series}, {output.size(total)}; {output.size(free)} free"
+    footer = f"{len(whole)} committed{of_series}, {human.size(total)}; {human.size(free)} free"
     if newest is not None and room is not None:
         about = f"about {room}" if room <= _MANY else f"more than {_MANY}"
         footer += f", room for {about} more of {newest.entry.name}'s size"
@@ -52,7 +53,7 @@ def _cells(row: Row, now: float) -> list[str]:
     seq = str(entry.head.seq) if entry.head is not None else "-"
     if seen is None:
         return [entry.name, str(entry.step), entry.series, seq, "-", "-", "-", "-", "-", row.text]
-    return [entry.name, str(entry.step), entry.series, seq, output.age(now, seen.time), output.size(seen.size),
+    return [entry.name, str(entry.step), entry.series, seq, output.age(now, seen.time), human.size(seen.size),
             str(seen.count), str(seen.world), output.metrics(seen.metrics), row.text]
 
 

@@ -18,7 +18,6 @@ from typing import Any, TextIO
 Row = Sequence[str]
 
 _RIGHT = ">"
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 class Output:
@@ -120,14 +119,6 @@ def _finite(value: Any) -> Any:
 
 
 # -- how things look ---------------------------------------------------------------------------------------------------
-
-def size(count: int) -> str:
-    """Bytes for people: ``1.2 GB``, in powers of 1000 as disks are sold."""
-    amount, unit = float(count), 0
-    while amount >= 999.5 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    return f"{count} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}" if amount < 99.95 else f"{amount:.0f} {_UNITS[unit]}"
-
 
 def age(now: float, then: float) -> str:
     """How long ago: ``3 h ago``. A clock ahead of ours is said to be ahead, an unknown time is ``-``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from distckpt import catalog, retention, rotation
+from distckpt import catalog, human, retention, rotation
 from distckpt.catalog import Entry
 from distckpt.checkpoint import Checkpoint
 from distckpt.cli import claim, exits, latest, output, target
@@ -149,7 +149,7 @@ def _report(out: Output, plan: Plan, gone: list[str], dry: bool) -> None:
         seen = plan.sizes.get(entry.name)
         if entry.name in gone:
             freed += seen or 0
-        rows.append((entry.name, str(entry.step), output.size(seen) if seen is not None else "-", word, verdict.reason))
+        rows.append((entry.name, str(entry.step), human.size(seen) if seen is not None else "-", word, verdict.reason))
         document.append({"name": entry.name, "step": entry.step, "bytes": seen, "keep": verdict.keep,
                          "removed": goes and not dry and entry.name in gone, "reason": verdict.reason})
     out.document({"root": root.layout.root, "series": plan.series, "policy": plan.policy.spec, "source": plan.source,
@@ -158,5 +158,5 @@ def _report(out: Output, plan: Plan, gone: list[str], dry: bool) -> None:
     out.table(("NAME", ">STEP", ">SIZE", "VERDICT", "WHY"), rows)
     verb = "would remove" if dry else "removed"
     committed = sum(v.entry.committed for v in plan.verdicts)
-    out.line(f"{verb} {len(gone)} of {output.plural(committed, 'checkpoint')}, {output.size(freed)}"
+    out.line(f"{verb} {len(gone)} of {output.plural(committed, 'checkpoint')}, {human.size(freed)}"
              + ("; nothing was changed (--dry-run)" if dry else ""))

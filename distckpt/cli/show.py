@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from distckpt import journal
+from distckpt import human, journal
 from distckpt.checkpoint import Checkpoint
 from distckpt.cli import exits, latest, output, survey, target
 from distckpt.cli.output import Output
@@ -53,7 +53,7 @@ def _facts(root: Root, checkpoint: Checkpoint, states: str, names: dict[str, str
              ("saved", f"{_clock(marker.time)}, {output.age(root.runtime.time(), marker.time)}"
                        + (f", by {marker.host}" if marker.host else "")),
              ("world", output.plural(marker.world, "rank")),
-             ("size", f"{output.size(marker.size)} in {output.plural(len(marker.files), 'file')}"),
+             ("size", f"{human.size(marker.size)} in {output.plural(len(marker.files), 'file')}"),
              ("branch", marker.branch), ("parent", _parent(marker.parent, names))]
     if marker.lineage:
         facts.append(("lineage", ", ".join(f"{branch} to commit {last}" for branch, last in marker.lineage[:5])
@@ -89,7 +89,7 @@ def _files(out: Output, checkpoint: Checkpoint, all_of_them: bool) -> None:
     shown = files if all_of_them else files[:_FIRST]
     out.line("files" if len(shown) == len(files) else f"files (the first {len(shown)} of {len(files)}; --all shows all)")
     out.table(("PATH", ">SIZE", ">RANK", "DIGEST"),
-              [(f.path, output.size(f.size), str(f.rank), f.digest or "none") for f in shown], indent="  ")
+              [(f.path, human.size(f.size), str(f.rank), f.digest or "none") for f in shown], indent="  ")
 
 
 def _events(root: Root, checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distckpt import catalog
+from distckpt import catalog, human
 from distckpt.catalog import Entry
 from distckpt.cli import exits, output, survey, target
 from distckpt.cli.output import Output
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise StepNotFound(f"{args.root} has no committed checkpoint to verify")
     how = "every byte" if args.digest else "markers and sizes; --digest reads every byte"
     total = sum(r.marker.size for r in done if r.marker is not None)
-    out.line(f"{output.plural(len(done), 'checkpoint')} verified ({how}), {output.size(total)}: "
+    out.line(f"{output.plural(len(done), 'checkpoint')} verified ({how}), {human.size(total)}: "
              + (f"{len(bad)} damaged" if bad else "all ok"))
     return exits.DAMAGED if bad else exits.OK
 
@@ -130,7 +130,7 @@ def _digests(files: Files, path: str, found: Marker, out: Output) -> list[catalo
     try:
         for entry, problem in zip(found.files, pool.map(one, found.files), strict=True):
             done += entry.size
-            out.progress(f"{found.head.name}: {output.size(done)} of {output.size(found.size)}")
+            out.progress(f"{found.head.name}: {human.size(done)} of {human.size(found.size)}")
             if problem is not None:
                 problems.append(problem)
     finally:
@@ -175,7 +175,7 @@ def _settle_rejection(root: Root, result: Result, rejected: dict[str, str], dige
 def _show(out: Output, result: Result, digest: bool) -> None:
     text = f"{result.status:<8} {result.name}"
     if result.status == OK and result.marker is not None:
-        text += f"  {output.plural(len(result.marker.files), 'file')}, {output.size(result.marker.size)}"
+        text += f"  {output.plural(len(result.marker.files), 'file')}, {human.size(result.marker.size)}"
         text += ", every digest right" if digest else ""
     elif result.status == DAMAGED:
         text += f"  {output.plural(len(result.problems), 'problem')}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distckpt import leases
+from distckpt import human, leases
 from distckpt import marker as _marker
 from distckpt.cli import output, target
 from distckpt.durable import REAL
@@ -278,7 +278,7 @@ def test_a_disk_error_is_one_line(command: Command, root: Layout, monkeypatch: p
 
 
 def test_numbers_for_people() -> None:
-    assert [output.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_499, 999_500, 1_234_567_890)] == [
+    assert [human.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_499, 999_500, 1_234_567_890)] == [
         "0 B", "999 B", "1.0 kB", "99.9 kB", "100 kB", "999 kB", "1.0 MB", "1.2 GB"]
     assert [output.age(1e9, 1e9 - s) for s in (0, 119, 120, 7199, 7200, 3 * 86400, -90, 1e9)] == [
         "0 s ago", "119 s ago", "2 min ago", "119 min ago", "2 h ago", "3 d ago", "90 s ahead", "-"]
