@@ -38,13 +38,15 @@ class RootRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """One directory whose name is a checkpoint's. ``head`` is None when it is not committed; ``problem`` says why."""
+    """One directory whose name is a checkpoint's. ``head`` is None when it is not committed; ``problem`` says why, and
+    ``certain`` whether we know that or could not look (S23)."""
 
     name: str
     step: int
     series: str
     head: Head | None
     problem: str | None = None
+    certain: bool = True
 
     @property
     def committed(self) -> bool:
@@ -119,12 +121,15 @@ def look(files: Files, parent: str, name: str, kind: str, parsed: tuple[str, int
         return Entry(name, step, series, None, next(iter(error.files.values())))
     except OSError as error:
         if error.errno not in GONE:
-            return Entry(name, step, series, None, f"its marker cannot be read: {error.strerror or error}")
+            return Entry(name, step, series, None, f"its marker cannot be read: {error.strerror or error}",
+                         certain=error.errno in (errno.ELOOP, errno.EINVAL))
         try:
             if not files.scan(path):
                 return None
         except OSError as inner:
-            return Entry(name, step, series, None, f"it cannot be listed: {inner.strerror or inner}")
+            if inner.errno in GONE:
+                return None  # it was taken away between the two looks
+            return Entry(name, step, series, None, f"it cannot be listed: {inner.strerror or inner}", certain=False)
         return Entry(name, step, series, None, f"it has files but no {MARKER}: never committed, or not written by distckpt")
     return Entry(name, step, series, head, identity_problem(head, name, parsed))
 

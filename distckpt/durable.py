@@ -14,6 +14,7 @@ import errno
 import os
 import stat as _stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -280,7 +281,10 @@ REAL = Files()
 
 def write_new(files: Files, path: str, data: bytes) -> None:
     """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep."""
-    out = files.open(path)
+    _fill(files.open(path), data)
+
+
+def _fill(out: Output, data: bytes) -> None:
     try:
         out.write(data)
         out.fsync()
@@ -306,9 +310,16 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
     write_new(files, temporary, data)
     try:
         if not files.link(temporary, path):
-            write_new(files, path, data)
+            out = files.open(path)
+            try:
+                _fill(out, data)
+            except OSError:
+                with suppress(OSError):
+                    files.unlink(path)  # ours, and perhaps torn: it would speak for a claim that failed
+                raise
     finally:
-        unlink_if_there(files, temporary)
+        with suppress(OSError):  # a temporary that stays is no reason to give up what was created
+            unlink_if_there(files, temporary)
 
 
 def make_dir(files: Files, path: str) -> bool:

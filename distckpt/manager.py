@@ -15,11 +15,12 @@ from distckpt.coordination import bootstrap
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
 from distckpt.digest import XXH3, check_algorithm
-from distckpt.errors import ConfigError, DistckptError
+from distckpt.errors import ConfigError, DistckptError, ResumeError
 from distckpt.layout import MAIN, Layout, Naming, check_series, check_step
 from distckpt.marker import check_meta, check_metrics
 from distckpt.options import Seams, Timeouts
 from distckpt.owned import OwnedRoot
+from distckpt.payloads import base
 from distckpt.payloads.base import Payload, Ranks, as_payload
 from distckpt.reader import Root
 from distckpt.resume import Resumed, Wish
@@ -28,7 +29,7 @@ from distckpt.saving.committer import Committer, final_name
 from distckpt.saving.files import PeerFailed, RankFiles
 from distckpt.saving.handle import SaveHandle
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.transaction import Request, Transaction
+from distckpt.saving.transaction import BLOCK, Request, Transaction, refuse
 from distckpt.series import SeriesView
 
 log = logging.getLogger(__name__)
@@ -147,54 +148,59 @@ class CheckpointManager:
         exception in the block of one rank is a SaveError on every rank. With ``on_exists="skip"`` and a step that is there,
         ``files.skipped`` is true and what the block writes is thrown away.
         """
-        with self._saving(MAIN, step, None, metrics, meta, on_exists) as (files, _):
+        with self._saving(MAIN, step, BLOCK, metrics, meta, on_exists) as (files, _, _):
             yield files
 
-    def _request(self, series: str, step: int, payload: Payload | None, metrics: Mapping[str, Any] | None,
-                 meta: Mapping[str, Any] | None, on_exists: str | None) -> Request:
-        self._usable()
+    def _prepare(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
+                 on_exists: str | None) -> tuple[Request, Payload | None]:
+        """Everything that can be wrong on this rank before any I/O: the arguments, and a state that could not be loaded."""
         number = check_step(step)
         rule = self._on_exists if on_exists is None else options.choice("on_exists", on_exists, options.ON_EXISTS)
-        return Request(step=number, series=series, on_exists=rule,
-                       name=final_name(self._naming, series, number), metrics=check_metrics(metrics), meta=check_meta(meta),
-                       collective=payload is not None and payload.collective, discardable=payload is None)
+        part = None if state is BLOCK else as_payload(state)
+        if part is not None:
+            if part.collective:
+                self._group.require_collectives()
+            part.check()
+        request = Request(step=number, series=series, on_exists=rule, name=final_name(self._naming, series, number),
+                          metrics=check_metrics(metrics), meta=check_meta(meta),
+                          collective=part is not None and part.collective, discardable=part is None)
+        return request, part
 
     def _save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
               on_exists: str | None) -> SaveHandle:
-        self._usable()
-        part = as_payload(payload)
-        if part.collective:
-            self._group.require_collectives()
-        with self._saving(series, step, part, metrics, meta, on_exists) as (files, outcome):
+        with self._saving(series, step, payload, metrics, meta, on_exists) as (files, part, outcome):
             if not files.skipped:
+                assert part is not None
                 part.write(files, self._ranks())
         name = outcome.get("existing") or outcome["committed"]["name"]
-        return SaveHandle(self._seams.files, self._layout.final(name), step, self.rank, self.world, "existing" in outcome)
+        return SaveHandle(self._seams.files, self._layout.final(name), int(step), self.rank, self.world, "existing" in outcome)
 
     @contextmanager
-    def _saving(self, series: str, step: int, payload: Payload | None, metrics: Mapping[str, Any] | None,
-                meta: Mapping[str, Any] | None, on_exists: str | None) -> Iterator[tuple[RankFiles, Report]]:
-        request = self._request(series, step, payload, metrics, meta, on_exists)
+    def _saving(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
+                on_exists: str | None) -> Iterator[tuple[RankFiles, Payload | None, Report]]:
+        self._usable()
         outcome: Report = {}
-        with self._group.rounds.call("save", request.step) as call:
+        shown = int(step) if hasattr(step, "__index__") else -1
+        with self._group.rounds.call("save", shown) as call:
+            try:
+                request, payload = self._prepare(series, step, state, metrics, meta, on_exists)
+            except Exception as error:  # whatever it is: every rank must hear of it, or wait for this one in vain
+                refuse(call, self._group, shown, error, self._timeouts.arrive)
             if self._committer is not None:
                 self._committer.prepare(request, self._series[series].policy)
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
                                algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
                                visible=self._timeouts.visible)
-            files = work.begin({"options": self._series[series].policy.spec, "members": payload.members if payload else None,
-                                "refused": _refusal(payload)})
+            files = work.begin({"options": self._series[series].policy.spec, "members": payload.members if payload else None})
             if files is None:
                 assert work.go is not None
                 outcome["existing"] = work.go.existing
                 yield RankFiles(self._seams.files, "", self.rank, self.world, algorithm=None, aborted=lambda: False,
-                                skipped=True), outcome
+                                skipped=True), payload, outcome
                 return
             try:
-                work.await_staging()
-                if request.collective:
-                    self._group.collectives()
-                yield files, outcome
+                self._enter(work, request.collective)
+                yield files, payload, outcome
             except Exception as error:  # reported to all ranks, and raised again as the cause of the SaveError
                 _log_own(error, request.step, self.rank)
                 work.finish(files, error)
@@ -203,6 +209,20 @@ class CheckpointManager:
                 _tell(work, files, error)
                 raise
             outcome.update(work.finish(files, None))
+
+    def _enter(self, work: Transaction, collective: bool) -> None:
+        """This rank sees the staging directory; before a framework's collectives, every rank does."""
+        together = collective and self.world > 1
+        try:
+            work.await_staging()
+        except OSError:
+            if together:
+                work.enter_together(ready=False)
+            raise
+        if together:
+            work.enter_together(ready=True)
+        if collective:
+            self._group.collectives()
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -216,9 +236,12 @@ class CheckpointManager:
         Raises on every rank alike: NoUsableCheckpoint, StepNotFound, ResumeError (a rank cannot tell, or another
         fingerprint), RankDisagreement, RankTimeout.
         """
+        return self._resume(MAIN, step, verify, allow_fresh)
+
+    def _resume(self, series: str, step: int | None, verify: str, allow_fresh: bool) -> Resumed:
         self._usable()
         with self._group.rounds.call("resume") as call:
-            return self._resume(call, MAIN, step, verify, allow_fresh, None)
+            return self._choose(call, series, step, verify, allow_fresh, None)
 
     def restore(self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None, strict: bool = True,
                 only: Collection[str] | None = None, verify: str = "size", allow_fresh: bool = False) -> int | None:
@@ -235,11 +258,15 @@ class CheckpointManager:
     def _restore(self, series: str, state: Any, step: int | None, source: str | os.PathLike[str] | None, strict: bool,
                  only: Collection[str] | None, verify: str, allow_fresh: bool) -> int | None:
         self._usable()
-        part = as_payload(state)
-        if part.collective:
-            self._group.require_collectives()
         with self._group.rounds.call("restore") as call:
-            found = self._resume(call, series, step, verify, allow_fresh, source)
+            try:
+                part = as_payload(state)
+                base.check_only(part, only)
+                if part.collective:
+                    self._group.require_collectives()
+            except ConfigError as wrong:
+                call.refuse(wrong, self._timeouts.arrive)
+            found = self._choose(call, series, step, verify, allow_fresh, source)
             if found.checkpoint is None:
                 return None
             if part.collective:
@@ -253,21 +280,26 @@ class CheckpointManager:
             resume.end_load(call, self._group, found.checkpoint, error, self._timeouts.progress)
             return found.checkpoint.step
 
-    def _resume(self, call: Call, series: str, step: int | None, verify: str, allow_fresh: bool,
+    def _choose(self, call: Call, series: str, step: int | None, verify: str, allow_fresh: bool,
                 source: str | os.PathLike[str] | None) -> Resumed:
-        how = options.choice("verify", verify, options.VERIFY)
-        wish = Wish(series, None if step is None else check_step(step), how, allow_fresh,
-                    self._fingerprint if source is None else None, source is not None)
         files, layout = self._seams.files, self._layout
-        if source is not None:
-            layout = Layout.at(source)
         chooser = None
-        if self._owned is not None:
-            if source is None:
+        self._group.pulse.probe(self._seams.runtime.bytes_read)
+        try:
+            how = options.choice("verify", verify, options.VERIFY)
+            wish = Wish(series, None if step is None else check_step(step), how, allow_fresh,
+                        self._fingerprint if source is None else None, source is not None)
+            if source is not None:
+                layout = Layout.at(source)
+            if self._owned is not None and source is None:
                 chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish)
-            else:
-                other = Root(source, files, self._seams.runtime)
+            elif self._owned is not None:
+                other = Root(layout.root, files, self._seams.runtime)
                 chooser = resume.Chooser(files, layout, other.naming, None, None, self._lineage, wish)
+        except DistckptError as error:
+            call.refuse(error, self._timeouts.arrive)
+        except OSError as error:
+            call.refuse(ResumeError(f"resume: {layout.root} cannot be read: {error}", step=None), self._timeouts.arrive)
         looker = resume.Looker(files, layout.root, self._group, self._seams.runtime, self._timeouts.visible)
         return resume.agree(call, self._group, chooser, looker, wish, layout.root, files, self._timeouts.arrive,
                             self._timeouts.progress)
@@ -328,7 +360,7 @@ class CheckpointManager:
             return
         try:
             with self._group.rounds.call("close") as call:
-                call.round("goodbye", {}, self._end, self._timeouts.close)
+                call.round({}, self._end, self._timeouts.close)
         except DistckptError:
             self._leave()
             raise
@@ -341,7 +373,10 @@ class CheckpointManager:
         """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
         assert self._owned is not None and self._committer is not None
         with self._owned.lock:
-            self._owned.sweep()
+            try:
+                self._owned.sweep()
+            except OSError as error:  # no reason to keep the root from its next writer
+                log.warning("could not clean up %s: %s; the next start does", self.root, error)
             for series in self._series.values():
                 if series.name in self._committer.series_committed:
                     self._committer.rotate(series.name, series.policy)
@@ -365,17 +400,6 @@ class CheckpointManager:
                 self._leave()  # the others may be anywhere: no collective, and nothing may hide the exception in flight
             except (DistckptError, OSError) as error:
                 log.warning("closing after %s: %s", type(value).__name__, error)
-
-
-def _refusal(payload: Payload | None) -> str | None:
-    """Why this rank's payload could not be loaded again; told in begin, so that every rank refuses before any I/O."""
-    if payload is None:
-        return None
-    try:
-        payload.check()
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _log_own(error: Exception, step: int, rank: int) -> None:

@@ -6,6 +6,7 @@ lock (S24). It knows nothing of ranks; the command uses it as well, for ``prune`
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -165,18 +166,23 @@ class OwnedRoot:
 
     def _highest_seq(self) -> int:
         seen = [0]
-        for entry in self.entries():
-            if entry.head is not None:
+
+        def note(entry: Entry | None, place: str) -> None:
+            if entry is not None and not entry.certain:
+                raise OSError(errno.EIO, f"cannot tell its place in the order of commits, {entry.problem}; check the storage, or "
+                              "move it out of the root", os.path.join(place, entry.name))
+            if entry is not None and entry.head is not None:
                 seen.append(entry.head.seq)
+
+        for entry in self.entries():
+            note(entry, self.layout.root)
         for parent in (self.layout.staging(self.generation), self.layout.trash(self.generation)):
             for item in self.files.scan(parent):
                 path = os.path.join(parent, item.name)
                 if item.kind != "dir":
                     continue
                 for place, name in [(parent, item.name)] + [(path, n) for n in recovery.inside(self.files, path)]:
-                    found = catalog.look(self.files, place, name, "dir", ("", 0))
-                    if found is not None and found.head is not None:
-                        seen.append(found.head.seq)
+                    note(catalog.look(self.files, place, name, "dir", ("", 0)), place)
         seen += [upto for _, upto in selection.abandoned(self.files, self.layout)]
         return max(seen)
 
@@ -274,6 +280,10 @@ class OwnedRoot:
 
     def sweep(self) -> None:
         """Remove the attempts of this generation that nobody works on any more; the caller knows that all ranks left."""
+        try:
+            recovery.put_back(self.files, self.layout, self.generation, recovery.Report())
+        except OSError as error:
+            log.warning("could not put back what a failed replace had moved away: %s; the next save or start tries again", error)
         for item in self.files.scan(self.layout.staging(self.generation)):
             if ATTEMPT.fullmatch(item.name) and item.name not in self.live:
                 self.remove_attempt(item.name)

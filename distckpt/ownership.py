@@ -125,19 +125,25 @@ class Ownership:
             if refusal is not None:
                 raise refusal
             generation = top + 1
-            record = {"identity": runtime.identity().to_json(), "time": runtime.time(), "generation": generation}
+            record = {"identity": runtime.identity().to_json(), "time": runtime.time(), "generation": generation,
+                      "token": runtime.token(8)}
             try:
                 create_exclusively(files, layout.owner(generation), json.dumps(record).encode() + b"\n",
                                    layout.owner(generation, f"{runtime.token(4)}.tmp"))
-            except FileExistsError:
-                continue  # somebody else took this number; judge them next
-            files.fsync_dir(layout.home("owner"))
-            files.overwrite(layout.owner(generation, "beat"), b"%020d" % 0)
+            except OSError as error:
+                # The reply may have been lost, and not the link: whose record stands there decides.
+                if catalog.read_json(files, layout.owner(generation)) != record:
+                    if isinstance(error, FileExistsError):
+                        continue  # somebody else took this number; judge them next
+                    raise
             try:
+                files.fsync_dir(layout.home("owner"))
+                files.overwrite(layout.owner(generation, "beat"), b"%020d" % 0)
                 _fence(files, layout, generation)
             except OSError as error:
                 refusal = _overtaken(files, layout, runtime, generation)
                 if refusal is None:
+                    _release(files, layout, generation)  # this process lives on, and may try again
                     raise
                 raise refusal from error
             refusal = _overtaken(files, layout, runtime, generation)
@@ -165,11 +171,14 @@ class Ownership:
         """Let the next writer in without a wait."""
         self._stop.set()
         self._thread.join(5)
-        try:
-            write_new(self._files, self._layout.owner(self.generation, "released"), b"{}\n")
-        except OSError as error:
-            log.warning("could not release root %s: %s; the next writer will wait for this process to be gone",
-                        self._layout.root, error)
+        _release(self._files, self._layout, self.generation)
+
+
+def _release(files: Files, layout: Layout, generation: int) -> None:
+    try:
+        write_new(files, layout.owner(generation, "released"), b"{}\n")
+    except OSError as error:
+        log.warning("could not release root %s: %s; the next writer will wait for this process to be gone", layout.root, error)
 
 
 def _overtaken(files: Files, layout: Layout, runtime: Runtime, generation: int) -> RootInUse | None:

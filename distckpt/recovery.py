@@ -71,7 +71,7 @@ def recover(files: Files, layout: Layout, naming: Naming, generation: int) -> Re
         if _roll_forward(files, layout, naming, generation, attempt, found):
             report.published.append(found.head.name)
         _sweep(files, layout, generation, attempt, report)
-    _put_back(files, layout, generation, report)
+    put_back(files, layout, generation, report)
     for name in report.published:
         log.info("recovery published %s of %s: it was committed and not yet published", name, layout.root)
     return report
@@ -121,7 +121,11 @@ def _problems(files: Files, directory: str, found: Marker) -> list[Problem]:
 
 def _roll_forward(files: Files, layout: Layout, naming: Naming, generation: int, attempt: str, found: Marker) -> bool:
     """Publish a committed attempt. False when something newer is published already."""
-    entries = [e for e in catalog.scan(files, layout, naming) if e.head is not None]
+    entries = catalog.scan(files, layout, naming)
+    for entry in entries:
+        if not entry.certain:  # it may be the newer one, and what it is exchanged for would be swept
+            raise OSError(errno.EIO, f"cannot tell whether it is newer than the staged {found.head.name}: {entry.problem}",
+                          layout.final(entry.name))
     newest = max((e.head.seq for e in entries if e.head is not None), default=0)
     if found.head.seq <= newest:
         return False  # rolling an old attempt over a newer commit would undo it (S11)
@@ -171,7 +175,7 @@ def _sweep(files: Files, layout: Layout, generation: int, name: str, report: Rep
     report.swept.append(name)
 
 
-def _put_back(files: Files, layout: Layout, generation: int, report: Report) -> None:
+def put_back(files: Files, layout: Layout, generation: int, report: Report) -> None:
     """Undo the first half of a replace whose second half never became committed: the old one is all there is."""
     for item in files.scan(layout.trash(generation)):
         if not item.name.endswith(REPLACED):

@@ -124,6 +124,10 @@ class Chooser:
                         "%s' makes a checkpoint of one that you know to be whole", len(names),
                         "y was" if len(names) == 1 else "ies were", self._layout.root, ", ".join(names[:4]),
                         self._layout.root, names[0])
+        unsure = [e for e in self._entries if e.series == wish.series and not e.certain and wish.step in (None, e.step)]
+        if unsure and not wish.allow_fresh:
+            raise ResumeError(f"resume: rank 0 cannot tell whether {unsure[0].name} is a checkpoint: {unsure[0].problem}; not "
+                              "falling back on a guess. Check the storage on that host and start again", step=unsure[0].step)
         if wish.step is not None:
             self._queue = [e for e in self._entries if e.series == wish.series and e.step == wish.step and e.committed
                            and e.head is not None and (self._run is None or e.head.run == self._run)]
@@ -191,7 +195,8 @@ class Chooser:
     def _accept(self, entry: Entry, found: Marker) -> None:
         owned, wish = self._owned, self._wish
         assert owned is not None and self._found is not None
-        if wish.step is not None and found.head.seq < owned.highest_seq:
+        ranges = selection.abandoned(self._files, self._layout)
+        if wish.step is not None and selection.abandon(ranges, found.head.seq, owned.highest_seq) != ranges:
             owned.record_rollback(found.head.seq)
         try:
             owned.vouch(entry)
@@ -274,15 +279,13 @@ def agree(call: Call, group: Group, chooser: Chooser | None, looker: Looker, wis
           arrive: float, progress: float) -> Resumed:
     """The rounds of resume, inside a collective call."""
     digest = wish.verify == "digest"
-    turn = 0
+    report: dict[str, Any] = {"wish": [wish.series, wish.step, wish.verify, wish.allow_fresh, root if wish.source else ""]}
     while True:
-        turn += 1
-        report: dict[str, Any] = {"wish": [wish.series, wish.step, wish.verify, wish.allow_fresh, root if wish.source else ""]}
-        verdict = call.round(f"pick{turn}", report, chooser.pick if chooser else _never, arrive)
+        verdict = call.round(report, chooser.pick if chooser else _never, arrive)
         if verdict.get("fresh"):
             return Resumed(None, verdict["skipped"])
         found, seen = looker.look(verdict["try"], verdict["attempt"], digest)
-        answer = call.round(f"look{turn}", seen, chooser.judge if chooser else _never, progress)
+        answer = call.round(seen, chooser.judge if chooser else _never, progress, progress=True)
         if answer.get("accepted"):
             assert found is not None
             checkpoint = Checkpoint(f"{root}/{found.head.name}", found, rank=group.rank, world=group.world, files=files)
@@ -311,7 +314,7 @@ def end_load(call: Call, group: Group, checkpoint: Checkpoint, error: Exception 
         return {}
 
     try:
-        call.round("loaded", report, decide, progress)
+        call.round(report, decide, progress, progress=True)
     except DistckptError as raised:
         raise raised from error
 

@@ -10,6 +10,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.resume import Resumed
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
+from distckpt.saving.transaction import BLOCK
 
 if TYPE_CHECKING:
     from distckpt.manager import CheckpointManager
@@ -30,14 +31,12 @@ class SeriesView:
     def saving(self, step: int, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
                on_exists: str | None = None) -> Iterator[RankFiles]:
         """As ``CheckpointManager.saving``, into this series. Collective."""
-        with self._manager._saving(self.name, step, None, metrics, meta, on_exists) as (files, _):
+        with self._manager._saving(self.name, step, BLOCK, metrics, meta, on_exists) as (files, _, _):
             yield files
 
     def resume(self, step: int | None = None, *, verify: str = "size", allow_fresh: bool = False) -> Resumed:
         """As ``CheckpointManager.resume``, from this series. Collective."""
-        self._manager._usable()
-        with self._manager._group.rounds.call("resume") as call:
-            return self._manager._resume(call, self.name, step, verify, allow_fresh, None)
+        return self._manager._resume(self.name, step, verify, allow_fresh)
 
     def restore(self, state: Any, step: int | None = None, *, strict: bool = True, only: Collection[str] | None = None,
                 verify: str = "size", allow_fresh: bool = False) -> int | None:

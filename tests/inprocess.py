@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import threading
 import time
@@ -100,7 +101,7 @@ class Job:
     def open(self, rank: int, **options: Any) -> distckpt.CheckpointManager:
         """The manager of ``rank``. Collective, in that rank's thread."""
         seams = Seams(files=self._files.get(rank, REAL), runtime=self.runtimes[rank],
-                      bootstrap=Bootstrap("threads", rank, self.world, self.threads.source))
+                      bootstrap=Bootstrap("threads", rank, self.world, self.threads.source, new_gloo=lambda: None))
         options = {"timeouts": self._timeouts, **self.options, **options}
         manager = distckpt.CheckpointManager(options.pop("root", self.root), seams=seams, **options)
         self.managers[rank] = manager
@@ -137,6 +138,23 @@ class Job:
                 manager._owned.ownership._stop.set()
 
 
+def write(manager: distckpt.CheckpointManager, step: int, text: str = "", **options: Any) -> None:
+    """A save of one small file per rank, through the seam; ``text`` makes its bytes."""
+    with manager.saving(step, **options) as files, files.writer("data.bin") as out:
+        out.write(content(step, manager.rank, text))
+
+
+def content(step: int, rank: int, text: str = "") -> bytes:
+    return f"{text} of step {step} by rank {rank};".encode() * 40
+
+
+def holds(root: str | Path, step: int, world: int, text: str = "") -> bool:
+    """Whether the checkpoint of ``step`` holds what ``write`` wrote with ``text``, on every rank."""
+    names = [f"step-{step}/data.rank-{rank:05d}-of-{world:05d}.bin" for rank in range(world)]
+    found = tree(root)
+    return all(found.get(name) == content(step, rank, text) for rank, name in enumerate(names))
+
+
 def same_error(outcomes: Sequence[Outcome], kind: type[BaseException]) -> list[Any]:
     """The error of every rank; AssertionError unless each raised ``kind``, with one text."""
     for outcome in outcomes:
@@ -148,9 +166,13 @@ def same_error(outcomes: Sequence[Outcome], kind: type[BaseException]) -> list[A
 
 def tree(root: str | Path) -> dict[str, bytes]:
     """Every file under ``root``, the library's own directory aside, with its bytes."""
-    base = Path(root)
-    return {str(path.relative_to(base)): path.read_bytes() for path in sorted(base.rglob("*"))
-            if path.is_file() and ".distckpt" not in path.parts}
+    found = {}
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(name for name in below if name != ".distckpt")  # the janitor is at work in there
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            found[os.path.relpath(path, root)] = Path(path).read_bytes()
+    return found
 
 
 def staged(root: str | Path) -> list[str]:

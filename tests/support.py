@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distckpt import catalog, owned
 from distckpt import digest as _digest
 from distckpt import marker as _marker
-from distckpt import owned
 from distckpt.catalog import RootRecord
 from distckpt.durable import REAL, Files
 from distckpt.layout import MAIN, MARKER, Layout, Naming
@@ -119,3 +119,28 @@ def record_root(root: str, run: str = RUN, naming: Naming = STEP) -> Layout:
     owned.make_root(REAL, layout)
     write_payload(REAL, layout.record, RootRecord(run, naming).to_bytes(), durable=False)
     return layout
+
+
+def left_by_a_dead_owner(*published: tuple[int, int]) -> CrashFiles:
+    """A root that its owner of generation 1 has left by dying, with these steps and their seqs published."""
+    found = crash_disk()
+    open_owned(found, VirtualRuntime(pid=1))
+    for step, seq in published:
+        make_checkpoint(found, step, seq)
+    return found
+
+
+def reopen(files: Files, pid: int = 2) -> OwnedRoot:
+    """The root as a process started later finds it: claimed, fenced, recovered."""
+    return open_owned(files, VirtualRuntime(pid=pid))
+
+
+def standing(files: Files) -> dict[str, str]:
+    """{name: attempt} of what a reader may use: sealed, and every file as the marker says."""
+    layout, found = Layout.at(ROOT), {}
+    for entry in catalog.scan(files, layout, STEP):
+        if entry.committed:
+            whole = catalog.read_marker(files, layout.final(entry.name))
+            assert catalog.check_files(files, layout.final(entry.name), whole.files, digest=True) == [], entry
+            found[entry.name] = whole.head.attempt
+    return found

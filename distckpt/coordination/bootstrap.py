@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distckpt.coordination.store import Client, ClientSource
+from distckpt.coordination.store import Client, ClientSource, Sentry, sockets_to
 from distckpt.errors import ConfigError, CoordinationError
 from distckpt.runtime import Runtime
 
@@ -55,10 +55,19 @@ def find(group: Any, runtime: Runtime) -> Bootstrap:
     if comm is not None:
         _check_world("the MPI world", comm.Get_size())
         return _from_mpi(comm, runtime)
-    if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "WORLD_SIZE" not in os.environ:
+    if _slurm_step():
         return _from_slurm(runtime)
     _check_world("this process, which has no process group", 1)
     return _single(runtime)
+
+
+def alone() -> bool:
+    """Whether this is a single process, as ``find`` sees it: no process group, no MPI world, no SLURM step of several."""
+    return not (dist.is_available() and dist.is_initialized()) and _mpi_world() is None and not _slurm_step()
+
+
+def _slurm_step() -> bool:
+    return _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "WORLD_SIZE" not in os.environ
 
 
 def _number(name: str, default: int) -> int:
@@ -103,15 +112,15 @@ def _serve(address: str, port: int) -> Any:
                                 "address of this machine that the other ranks can reach") from error
 
 
-def _source(address: str, port: int, token: str) -> ClientSource:
+def _source(address: str, port: int, token: str, runtime: Runtime) -> ClientSource:
     def connect() -> Client:
         try:
-            raw: Any = dist.TCPStore(  # type: ignore[attr-defined]
-                address, port, None, False, timeout=_CONNECT, wait_for_workers=False)
+            raw, descriptors = sockets_to(port, lambda: dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, None, False, timeout=_CONNECT, wait_for_workers=False))
         except (dist.DistError, RuntimeError) as error:
             raise CoordinationError(f"cannot reach rank 0's store at {address}:{port}: {error}; set {ADDRESS_VARIABLE} on rank "
                                     "0 to an address that all ranks can reach") from error
-        return Client(raw, f"distckpt/{token}/", f" at {address}:{port}")
+        return Client(raw, f"distckpt/{token}/", f" at {address}:{port}", Sentry(descriptors, runtime))
 
     return connect
 
@@ -142,9 +151,9 @@ def _publish(rank: int, world: int, towards: str | None, runtime: Runtime, tell:
         server = _serve(address, 0)
         token = runtime.token(8)
         tell(f"{address} {server.port} {token}")
-        return _source(address, server.port, token), server
+        return _source(address, server.port, token, runtime), server
     address, port, token = hear().split(" ")
-    return _source(address, int(port), token), None
+    return _source(address, int(port), token, runtime), None
 
 
 # -- torch -----------------------------------------------------------------------------------------------------------
@@ -232,5 +241,5 @@ def _from_slurm(runtime: Runtime) -> Bootstrap:
         server = _slurm_stores.get(place) or _serve(address, port)
         _slurm_stores[place] = server
     token = f"slurm-{job}-{step}-{restart}-{number}"
-    source = _source(address, port, token)
+    source = _source(address, port, token, runtime)
     return Bootstrap("slurm", rank, world, source, server)

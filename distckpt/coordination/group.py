@@ -38,8 +38,7 @@ class Group:
         group = cls(bootstrap, runtime)
         try:
             with group.rounds.call("start") as call:
-                verdict = call.round("hello", {"identity": group.identity.to_json(), "version": distckpt.__version__},
-                                     _meet, timeout)
+                verdict = call.round({"identity": group.identity.to_json(), "version": distckpt.__version__}, _meet, timeout)
         except BaseException:
             group.abandon()
             raise

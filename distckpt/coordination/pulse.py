@@ -49,7 +49,7 @@ class Watch:
     moved: dict[int, float] = field(default_factory=dict)
     seen_abort: float | None = None
     next_look: float = 0.0
-    next_line: float = SAY
+    next_line: float = 0.0
 
     def absent(self) -> list[int]:
         return sorted({*self.lost, *self.timed_out})
@@ -107,7 +107,7 @@ class Pulse:
     def watch(self, watch: Watch | None) -> None:
         with self._lock:
             if watch is not None:
-                watch.began = self._runtime.monotonic()
+                watch.began, watch.next_line = self._runtime.monotonic(), SAY
             self._watch = watch
         self._wake.set()
 
@@ -158,7 +158,9 @@ class Pulse:
         if watch.abort is not None and client.has(watch.abort):
             watch.seen_abort = now if watch.seen_abort is None else watch.seen_abort
             if now - watch.seen_abort >= GRACE:
-                self._fill(client, watch, self._still_missing(client, watch))
+                missing = self._still_missing(client, watch)
+                self._find_lost(watch, missing)  # whose end may be what the abort is about
+                self._fill(client, watch, missing)
                 return
         if now < watch.next_look:
             return
@@ -166,10 +168,7 @@ class Pulse:
         missing = self._still_missing(client, watch)
         if not missing:
             return
-        for rank in missing:
-            identity = self.identities.get(rank)
-            if identity is not None and self._runtime.alive(identity) is False:
-                watch.lost.append(rank)
+        self._find_lost(watch, missing)
         if now - watch.began >= min(watch.timeout, BEAT):
             self._read_beats(client, watch, missing, now)
         watch.timed_out = [r for r in missing if now - watch.moved.get(r, watch.began) > watch.timeout]
@@ -178,6 +177,12 @@ class Pulse:
         elif now - watch.began > watch.next_line:
             watch.next_line += SAY
             log.info("%s: still waiting for %s", watch.what, describe({r: watch.beats.get(r) for r in missing}))
+
+    def _find_lost(self, watch: Watch, missing: list[int]) -> None:
+        for rank in missing:
+            identity = self.identities.get(rank)
+            if identity is not None and self._runtime.alive(identity) is False:
+                watch.lost.append(rank)
 
     def _still_missing(self, client: Client, watch: Watch) -> list[int]:
         return [rank for rank, key in watch.keys.items() if not client.has(key)]

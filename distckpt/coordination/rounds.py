@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from distckpt.coordination.listener import Caller
 from distckpt.coordination.pulse import Pulse, Watch, beat_key, describe
@@ -75,6 +75,7 @@ class Call:
 
     def __init__(self, rounds: Rounds, number: int, op: str, step: int | None) -> None:
         self.rounds, self.number, self.op, self.step = rounds, number, op, step
+        self._turn = 0
         self._complete = False
 
     def name(self, *parts: object) -> str:
@@ -89,19 +90,30 @@ class Call:
     def what(self) -> str:
         return f"{self.op}" + (f" of step {self.step}" if self.step is not None else "")
 
-    def round(self, name: str, report: Report, decide: Decide, timeout: float) -> Report:
+    def round(self, report: Report, decide: Decide, timeout: float, progress: bool = False) -> Report:
         """The verdict, the same on every rank; if it is an error, every rank raises that.
 
         ``decide`` runs on rank 0 with the reports by rank. ``timeout``: seconds until a rank that does not come is
-        named in a RankTimeout on every rank that did.
+        named in a RankTimeout on every rank that did, with ``progress`` counted from its last new bytes. Rounds are
+        numbered and not named, so that ranks in different calls meet and disagree at once.
         """
         rounds = self.rounds
-        keys = {rank: self.key(name, "report", rank) for rank in range(rounds.world)}
-        verdict_key = self.key(name, "verdict")
+        self._turn += 1
+        keys = {rank: self.key(self._turn, "report", rank) for rank in range(rounds.world)}
+        verdict_key = self.key(self._turn, "verdict")
         rounds.client.claim(keys[rounds.rank], {**report, "op": self.op})
         if rounds.rank == 0:
-            return self._lead(keys, verdict_key, decide, timeout)
-        return self._follow(verdict_key, timeout)
+            return self._lead(keys, verdict_key, decide, timeout, progress)
+        return self._follow(verdict_key, keys[0], timeout)
+
+    def refuse(self, error: DistckptError, timeout: float) -> NoReturn:
+        """Answer the coming round with an error of this rank's own: every rank raises it, and nobody waits for this one."""
+        if self.rounds.world > 1:
+            try:
+                self.round({"refused": to_wire(error)}, _undecided, timeout)
+            except DistckptError as told:
+                raise told from error
+        raise error
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
@@ -127,6 +139,9 @@ class Call:
         missing: dict[int, Any] = {r: watch.beats.get(r) for r in watch.absent()}
         for rank in watch.absent():
             missing[rank] = missing[rank] or self.rounds.client.peek(beat_key(rank))
+            if self._complete and (missing[rank] or {}).get("call") != self.number:
+                # it reported in this call, but its heart has not beaten since: what it last said of itself is older
+                missing[rank] = {**(missing[rank] or {}), "phase": f"{phase} (no word since it began)", "step": self.step}
             identity = self.rounds.pulse.identities.get(rank)
             if identity is not None:
                 missing[rank] = {"host": identity.host, "pid": identity.pid, **(missing[rank] or {"phase": "never"})}
@@ -143,8 +158,8 @@ class Call:
         if stacks:
             self.rounds.on_stacks(stacks)
 
-    def _lead(self, keys: dict[int, str], verdict_key: str, decide: Decide, timeout: float) -> Report:
-        reports, watch = self.gather(keys, timeout)
+    def _lead(self, keys: dict[int, str], verdict_key: str, decide: Decide, timeout: float, progress: bool) -> Report:
+        reports, watch = self.gather(keys, timeout, progress)
         try:
             if watch.absent():
                 raise self.absence(watch, self.rounds.pulse.current_phase)
@@ -152,6 +167,12 @@ class Call:
             if len(set(ops.values())) > 1:
                 raise RankDisagreement(f"ranks made different calls at the same time: {by_value(ops)}; every rank must call "
                                        "the manager's methods in the same order", values=ops)
+            standing = self.rounds.client.peek(verdict_key)
+            if standing is not None:  # somebody gave up on this rank; what is decided now would reach nobody
+                raise from_wire(standing["error"])
+            refused = {rank: report["refused"] for rank, report in reports.items() if "refused" in report}
+            if refused:
+                raise self._refused(refused)
             verdict = decide(reports)
         except DistckptError as error:
             self._announce(verdict_key, {"error": to_wire(error)})
@@ -164,6 +185,12 @@ class Call:
             raise
         return self._announce(verdict_key, verdict)
 
+    def _refused(self, refused: dict[int, Report]) -> DistckptError:
+        rank = min(refused)
+        error = from_wire(refused[rank])
+        error.message = f"{self.what}: rank {rank} cannot take part: {error.message}"
+        return error
+
     def _announce(self, key: str, verdict: Report) -> Report:
         standing = self.rounds.client.claim(key, {**verdict, "by": 0})
         if self._complete:
@@ -174,9 +201,9 @@ class Call:
 
     # -- the others ----------------------------------------------------------------------------------------------
 
-    def _follow(self, key: str, timeout: float) -> Report:
+    def _follow(self, key: str, arrived: str, timeout: float) -> Report:
         rounds = self.rounds
-        if not self.await_rank0(key, timeout):
+        if not self.await_rank0(key, timeout, arrived):
             beat = rounds.client.peek(beat_key(0))
             error = RankTimeout(f"{self.what}: rank 0 did not come within {timeout:g} s; rank {rounds.rank} gave up. "
                                 f"{describe({0: beat})}; every rank must make this call", missing={0: beat},
@@ -187,17 +214,25 @@ class Call:
             raise from_wire(verdict["error"])
         return verdict
 
-    def await_rank0(self, key: str, timeout: float) -> bool:
-        """Whether ``key`` came. The deadline runs only while rank 0 is elsewhere or its heartbeat stands still (S4)."""
+    def await_rank0(self, key: str, timeout: float, arrived: str | None = None) -> bool:
+        """Whether ``key`` came. The deadline runs only while rank 0 is elsewhere or its heartbeat stands still (S4).
+
+        ``arrived``: a key that shows that rank 0 is in this round; None when it is known to be. A heartbeat would not do:
+        a rank 0 that came last has sent none yet, and would be blamed for the one that it waits for as well.
+        """
         client = self.rounds.client
         before: Any = None
         while not client.wait([key], timeout):
             beat = client.peek(beat_key(0)) or {}
             now = (beat.get("call"), beat.get("moves"))
-            if beat.get("call") != self.number or now == before:
+            if now == before or (arrived is not None and not client.has(arrived)):
                 return client.has(key)
             before = now
         return True
+
+
+def _undecided(reports: dict[int, Report]) -> Report:
+    raise AssertionError("a refused round has no verdict")
 
 
 def by_value(values: dict[int, Any], limit: int = 6) -> str:

@@ -1,20 +1,30 @@
 """One thread's way to the store. The only place that speaks to ``torch.distributed.Store``.
 
-A blocking wait holds its client, so every thread that waits has one of its own.
+A blocking wait holds its client, so every thread that waits has one of its own. TCPStore's client waits for ever for the
+reply of a server that was stopped or whose host went dark; ``Sentry`` ends that (P4).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import socket
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from distckpt.errors import CoordinationError, CoordinatorLost
+from distckpt.runtime import Runtime
 
 VALUE_LIMIT = 64 << 20
+SILENCE = 60.0
+"""Seconds after which a store that does not answer counts as gone."""
 _FOREVER = timedelta(days=30)
 
 
@@ -48,8 +58,26 @@ def decode(data: bytes) -> dict[str, Any]:
 class Client:
     """Keys live under ``prefix``, which carries the run's random token."""
 
-    def __init__(self, raw: RawStore, prefix: str, where: str = "") -> None:
-        self._raw, self._prefix, self._where = raw, prefix, where
+    def __init__(self, raw: RawStore, prefix: str, where: str = "", sentry: Sentry | None = None) -> None:
+        self._raw, self._prefix, self._where, self._sentry = raw, prefix, where, sentry
+
+    @contextmanager
+    def _asking(self, timeout: float | None = 0.0) -> Iterator[None]:
+        """Around every call into the store; ``timeout``: how long the server itself may take (None: for ever)."""
+        sentry = self._sentry if timeout is not None else None
+        if sentry is not None:
+            sentry.enter((timeout or 0.0) + SILENCE)
+        try:
+            yield
+        except dist.DistStoreError as error:
+            if timeout == 0.0 or "timeout" not in str(error).lower():
+                raise self._lost(error) from error
+            raise
+        except dist.DistError as error:
+            raise self._lost(error) from error
+        finally:
+            if sentry is not None:
+                sentry.leave()
 
     def _lost(self, error: Exception) -> CoordinatorLost:
         return CoordinatorLost(f"the store of rank 0{self._where} is gone ({str(error).splitlines()[0][:200]}): rank 0 has "
@@ -57,30 +85,26 @@ class Client:
                                "at the next start")
 
     def set(self, key: str, value: dict[str, Any]) -> None:
-        try:
-            self._raw.set(self._prefix + key, encode(value))
-        except dist.DistError as error:
-            raise self._lost(error) from error
+        text = encode(value)
+        with self._asking():
+            self._raw.set(self._prefix + key, text)
 
     def claim(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
         """Put ``value`` under ``key`` if nothing stands there; what stands there afterwards. The first writer wins."""
-        try:
-            return decode(self._raw.compare_set(self._prefix + key, "", encode(value)))
-        except dist.DistError as error:
-            raise self._lost(error) from error
+        text = encode(value)
+        with self._asking():
+            standing = self._raw.compare_set(self._prefix + key, "", text)
+        return decode(standing)
 
     def get(self, keys: Sequence[str]) -> list[dict[str, Any]]:
         """The values of keys that are known to exist."""
-        try:
-            return [decode(data) for data in self._raw.multi_get([self._prefix + key for key in keys])]
-        except dist.DistError as error:
-            raise self._lost(error) from error
+        with self._asking():
+            found = self._raw.multi_get([self._prefix + key for key in keys])
+        return [decode(data) for data in found]
 
     def has(self, key: str) -> bool:
-        try:
+        with self._asking():
             return bool(self._raw.check([self._prefix + key]))
-        except dist.DistError as error:
-            raise self._lost(error) from error
 
     def peek(self, key: str) -> dict[str, Any] | None:
         """The value of ``key`` if it exists now. Only for keys that nobody deletes."""
@@ -88,23 +112,19 @@ class Client:
 
     def wait(self, keys: Sequence[str], timeout: float | None) -> bool:
         """Whether all ``keys`` exist within ``timeout`` seconds (None: as long as it takes)."""
-        span = _FOREVER if timeout is None else timedelta(seconds=max(timeout, 0.001))
+        timeout = None if timeout is None else max(timeout, 0.001)
+        span = _FOREVER if timeout is None else timedelta(seconds=timeout)
         try:
-            self._raw.wait([self._prefix + key for key in keys], span)
-        except dist.DistNetworkError as error:
-            raise self._lost(error) from error
-        except dist.DistStoreError as error:
-            if "timeout" not in str(error).lower():
-                raise self._lost(error) from error
+            with self._asking(timeout):
+                self._raw.wait([self._prefix + key for key in keys], span)
+        except dist.DistStoreError:
             return False
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        try:
+        with self._asking():
             for key in keys:
                 self._raw.delete_key(self._prefix + key)
-        except dist.DistError as error:
-            raise self._lost(error) from error
 
     def key_count(self) -> int:
         """How many keys the whole store holds."""
@@ -112,3 +132,88 @@ class Client:
 
 
 ClientSource = Callable[[], Client]
+
+_connecting = threading.Lock()
+
+
+def sockets_to(port: int, connect: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """The store that ``connect`` made, and the descriptors of its sockets to ``port``; none on a system that lists none."""
+    with _connecting:
+        before = _sockets(port)
+        raw = connect()
+        return raw, [fd for inode, fd in _sockets(port).items() if inode not in before]
+
+
+def _sockets(port: int) -> dict[int, int]:
+    """{inode: descriptor} of the sockets of this process that are connected to ``port``."""
+    found = {}
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        try:
+            seen = os.fstat(int(name))
+            if stat.S_ISSOCK(seen.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.getpeername()[1] == port:
+                        found[seen.st_ino] = int(name)
+        except (OSError, IndexError):
+            continue  # closed meanwhile, not connected, or not of the internet
+    return found
+
+
+class Sentry:
+    """Watches one client: a call that outlasts its limit has its socket shut down under it, and so fails."""
+
+    def __init__(self, descriptors: Sequence[int], runtime: Runtime) -> None:
+        self._descriptors, self._runtime = descriptors, runtime
+        self._until: float | None = None
+        self._watchman = Watchman.of_this_process(runtime)
+        self._watchman.sentries.add(self)
+
+    def enter(self, limit: float) -> None:
+        self._until = self._runtime.monotonic() + limit
+        self._watchman.wake()
+
+    def leave(self) -> None:
+        self._until = None
+
+    def look(self, now: float) -> bool:
+        """Cut the line if the call under way is over its limit; whether one is under way."""
+        until = self._until
+        if until is not None and now > until:
+            descriptors, self._descriptors = self._descriptors, ()
+            for fd in descriptors:
+                with socket.socket(fileno=os.dup(fd)) as found, suppress(OSError):
+                    found.shutdown(socket.SHUT_RDWR)
+        return until is not None
+
+
+class Watchman:
+    """The one thread of a process that looks after its sentries, once a second. It sleeps while no call is under way."""
+
+    _present: Watchman | None = None
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.sentries: weakref.WeakSet[Sentry] = weakref.WeakSet()
+        self._runtime, self._pid = runtime, os.getpid()
+        self._awake = runtime.event()
+        runtime.thread("sentry", self._run)
+
+    @classmethod
+    def of_this_process(cls, runtime: Runtime) -> Watchman:
+        if cls._present is None or cls._present._pid != os.getpid():
+            cls._present = cls(runtime)
+        return cls._present
+
+    def wake(self) -> None:
+        if not self._awake.is_set():
+            self._awake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._awake.wait()
+            self._awake.clear()
+            busy = True
+            while busy:
+                self._runtime.sleep(1.0)
+                now = self._runtime.monotonic()
+                looks = [sentry.look(now) for sentry in list(self.sentries)]
+                busy = any(looks)

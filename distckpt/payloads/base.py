@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from distckpt.checkpoint import Checkpoint
@@ -31,7 +31,8 @@ class Payload(Protocol):
     """Structural: nothing has to inherit from us.
 
     ``collective``: whether ``write`` and ``load`` run collectives, which every rank must then enter even when another
-    payload has failed. ``check`` refuses, before any I/O, what could not be loaded again.
+    payload has failed. ``check`` refuses, before any I/O, what could not be loaded again. One that can load a part of
+    itself has ``parts``, the names that ``only`` may hold.
     """
 
     @property
@@ -59,6 +60,10 @@ class Several:
         return any(p.collective for p in self._payloads.values())
 
     @property
+    def parts(self) -> list[str]:
+        return list(self._payloads)
+
+    @property
     def members(self) -> list[str]:
         return [f"{name}/{member}" for name, p in self._payloads.items() for member in p.members or [""]]
 
@@ -73,7 +78,18 @@ class Several:
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, payload in self._payloads.items():
             if ranks.only is None or name in ranks.only:
-                payload.load(checkpoint.below(name), ranks)
+                payload.load(checkpoint.below(name), replace(ranks, only=None))
+
+
+def check_only(payload: Payload, only: Collection[str] | None) -> None:
+    """ConfigError when ``only`` holds a name that ``payload`` does not have: loading nothing must not look like loading."""
+    if only is None:
+        return
+    parts = list(getattr(payload, "parts", ()))
+    unknown = [only] if isinstance(only, str) else sorted(set(only) - set(parts))
+    if unknown:
+        raise ConfigError(f"only={only!r}: it must be a collection of names of parts, and {unknown[0]!r} is none; this state has "
+                          f"{', '.join(map(repr, parts)) or 'no parts with names'}")
 
 
 def as_payload(value: Any) -> Payload:

@@ -8,7 +8,7 @@ flushed. Here every planned item must have been written, and every file is synce
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,16 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # t
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -31,15 +38,20 @@ _METADATA = ".metadata"
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own file writer, which claims what this rank wrote and notices what it did not."""
+    """DCP's own file writer, which claims what this rank wrote and notices what it did not.
 
-    def __init__(self, files: RankFiles) -> None:
+    ``held``: an error from before DCP's collectives, raised inside the first of them, where DCP brings it to every rank.
+    """
+
+    def __init__(self, files: RankFiles, held: Exception | None) -> None:
         # One thread: DCP drops the errors of the others. No fsync of its own: ours follows, after the flush.
         super().__init__(files.directory, sync_files=False, thread_count=1)
-        self._claims = files
+        self._claims, self._held = files, held
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The directory is there already and is never made on the way: a fenced-off zombie must get ENOENT (S5)."""
+        if self._held is not None:
+            raise self._held
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -57,6 +69,19 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self._claims.claim(_METADATA)
+
+
+class _Reader(FileSystemReader):
+    """DCP's own file reader, with an error from before its collectives: see ``_Writer``."""
+
+    def __init__(self, path: str, held: Exception | None) -> None:
+        super().__init__(path)
+        self._held = held
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._held is not None:
+            raise self._held
+        return super().read_metadata(*args, **kwargs)
 
 
 class DCP:
@@ -77,7 +102,8 @@ class DCP:
             raise ConfigError("DCP needs the model of the optimizer: its state is stored by parameter name")
         if model is not None and not (hasattr(model, "named_parameters") and hasattr(model, "state_dict")):
             raise ConfigError(f"DCP takes a torch module, not {type(model).__name__}")
-        self._model, self._extra = model, dict(state or {})
+        self._model: Any = model
+        self._extra: dict[str, Any] = state if isinstance(state, dict) else dict(state or {})
         clash = {"model", "optimizer"} & set(self._extra)
         if clash:
             raise ConfigError(f"state may not use the name {sorted(clash)[0]!r}: it is the model's or the optimizer's own")
@@ -86,36 +112,65 @@ class DCP:
     def check(self) -> None:
         """Nothing to refuse: tensors are DCP's own, and its metadata is checked before it is read back."""
 
-    def _state(self) -> dict[str, Any]:
-        state = dict(self._extra)
-        if self._model is not None:
-            model, optimizer = get_state_dict(self._model, self._optimizers)
-            state["model"] = model
-            if self._optimizers:
-                state["optimizer"] = optimizer
+    @property
+    def parts(self) -> list[str]:
+        return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizers else []), *self._extra]
+
+    def _state(self, wanted: Collection[str]) -> dict[str, Any]:
+        state = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in self._extra.items() if name in wanted}
+        if "optimizer" in wanted and self._optimizers:
+            model, state["optimizer"] = get_state_dict(self._model, self._optimizers)
+            if "model" in wanted:
+                state["model"] = model
+        elif "model" in wanted and self._model is not None:
+            state["model"] = get_model_state_dict(self._model)
         return state
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
+        state, held = _try(lambda: self._state(self.parts))
         try:
             with _quietly():
-                save(self._state(), storage_writer=_Writer(files), process_group=ranks.gloo())
+                save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        checkpoint.check(_METADATA)  # DCP unpickles it
-        state = self._state()
+        wanted = [name for name in self.parts if ranks.only is None or name in ranks.only]
+
+        def prepare() -> dict[str, Any]:
+            checkpoint.check(_METADATA)  # DCP unpickles it
+            return self._state(wanted)
+
+        state, held = _try(prepare)
         try:
             with _quietly():
-                load(state, storage_reader=FileSystemReader(checkpoint.directory), process_group=ranks.gloo())
+                load(state, storage_reader=_Reader(checkpoint.directory, held), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
-        if self._model is not None:
-            set_state_dict(self._model, self._optimizers, model_state_dict=state["model"],
-                           optim_state_dict=state.get("optimizer", {}))
+        self._take(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
+        if "model" in state and "optimizer" in state:
+            set_state_dict(self._model, self._optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        elif "model" in state:
+            set_model_state_dict(self._model, state["model"])
+        elif "optimizer" in state:
+            set_optimizer_state_dict(self._model, self._optimizers, state["optimizer"])
         for name, value in self._extra.items():
-            if not hasattr(value, "load_state_dict") and not hasattr(value, "copy_"):
+            if name not in state:
+                continue
+            if isinstance(value, Stateful):
+                value.load_state_dict(state[name])
+            elif not hasattr(value, "copy_"):
                 self._extra[name] = state[name]
+
+
+def _try(make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Exception | None]:
+    """What ``make`` gives, or its error, to be held until this rank is inside the collective that brings it to all."""
+    try:
+        return make(), None
+    except Exception as error:
+        return {}, error
 
 
 @contextmanager

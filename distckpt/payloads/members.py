@@ -56,6 +56,8 @@ class Members:
     def members(self) -> list[str]:
         return sorted(self._members)
 
+    parts = members
+
     def _states(self) -> dict[str, Any]:
         return {name: m.value if isinstance(m.value, dict) else m.value.state_dict() for name, m in self._members.items()}
 

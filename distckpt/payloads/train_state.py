@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distckpt.checkpoint import Checkpoint
+from distckpt.coordination.bootstrap import alone
 from distckpt.errors import ConfigError
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcp import DCP
@@ -19,8 +20,8 @@ from distckpt.saving.files import RankFiles
 class TrainState:
     """All of a loop's state as one payload: ``TrainState(model=..., optimizer=..., scheduler=..., loader=..., rng=True)``.
 
-    The model (plain, DDP, FSDP1 or FSDP2) and the optimizer go through DCP, which reshards on load; without a torch
-    process group (an MPI program) each rank writes its own shard. ``rng=True`` adds this rank's random states. The
+    The model (plain, DDP, FSDP1 or FSDP2) and the optimizer go through DCP, which reshards on load; several ranks without a
+    torch process group (an MPI program, srun) each write their own shard. ``rng=True`` adds this rank's random states. The
     scheduler is the same on all ranks and is taken from rank 0 at another world size; every other keyword is a per-rank
     member: an object with ``state_dict`` and ``load_state_dict``, a dict of JSON values that is updated in place on load,
     or ``Member(value, on_world_change=...)``.
@@ -64,11 +65,14 @@ class TrainState:
 
     @property
     def collective(self) -> bool:
-        return self._model is not None and (dist.is_initialized() or _alone())
+        return self._model is not None and (dist.is_initialized() or alone())
 
     @property
     def members(self) -> list[str]:
-        return [*(["model"] if self._model is not None else []), *(self._members.members if self._members else [])]
+        return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizer is not None else []),
+                *(self._members.members if self._members else [])]
+
+    parts = members
 
     def check(self) -> None:
         for part in self._parts().values():
@@ -80,13 +84,5 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, part in self._parts().items():
-            if name == "members" or ranks.only is None or name in ranks.only:
+            if ranks.only is None or name == "members" or set(getattr(part, "parts", [name])) & set(ranks.only):
                 part.load(checkpoint, ranks)
-
-
-def _alone() -> bool:
-    """Whether this is a single process: no MPI program of several ranks."""
-    import sys
-
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1

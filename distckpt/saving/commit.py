@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 
 from distckpt import marker as _marker
-from distckpt.durable import TAKEN, fsync_tree_dirs, to_trash, unlink_if_there, write_new
+from distckpt.durable import fsync_tree_dirs, to_trash, unlink_if_there, write_new
 from distckpt.errors import MarkerError, RootInUse
 from distckpt.layout import MARKER
 from distckpt.marker import Marker
@@ -35,6 +35,10 @@ class _Leased(OSError):
     """What a replace would remove is being read."""
 
 
+class _Displaced(OSError):
+    """A replace stopped half way: the old one is in trash, the new one still in staging."""
+
+
 def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
     """Commit and publish a staged attempt that every rank acked. The decision is already fixed as ``committing``."""
     attempt, name = found.head.attempt, found.head.name
@@ -49,6 +53,8 @@ def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
         return _withdraw(owned, staged, error)
     try:
         _move(owned, attempt, name, replace)
+    except _Displaced as error:
+        return _doubt(owned, attempt, error)
     except OSError as error:
         if _marker_attempt(owned, owned.layout.final(name)) == attempt:
             pass  # the reply was lost, the rename was not (S14)
@@ -112,14 +118,29 @@ def _move(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
             raise
         return
     aside = owned.layout.trash(owned.generation, f"{name}.{old}{REPLACED}")
-    to_trash(files, final, aside)  # a crash from here on: recovery publishes the new one, or puts this one back
     try:
+        to_trash(files, final, aside)  # a crash from here on: recovery publishes the new one, or puts this one back
         files.rename(staged, final)
     except OSError as error:
-        if error.errno not in TAKEN and _marker_attempt(owned, final) is None:
-            files.rename(aside, final)
-            files.fsync_dir(owned.layout.root)
+        _undo(owned, aside, name, error)
         raise
+
+
+def _undo(owned: OwnedRoot, aside: str, name: str, error: OSError) -> None:
+    """Give the old half of a replace its name back, unless something stands there: then it never went, or the new one
+    came after all (S14)."""
+    final = owned.layout.final(name)
+    if _marker_attempt(owned, final) is not None:
+        return
+    try:
+        owned.files.rename(aside, final)
+    except OSError as second:
+        raise _Displaced(error.errno, f"{error.strerror}; and what stood there could not be put back ({second}): the next save "
+                                      "or start tries again", error.filename) from error
+    try:
+        owned.files.fsync_dir(owned.layout.root)
+    except OSError as second:
+        owned.no_rotation = f"the directory of {name} could not be synced ({second})"
 
 
 def _refuse_leased(owned: OwnedRoot, attempt: str, name: str) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from distckpt import catalog, rotation
+from distckpt import catalog, human, rotation
 from distckpt.catalog import Entry
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Report, require_same
 from distckpt.durable import walk
-from distckpt.errors import ConfigError, DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
+from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
 from distckpt.layout import MAIN, MARKER, Naming, member_path_problem
 from distckpt.marker import FileEntry, Head, Marker
 from distckpt.owned import OwnedRoot
 from distckpt.retention import Policy
 from distckpt.saving.commit import commit
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.transaction import Go, Request, save_error
+from distckpt.saving.transaction import Go, Request, raise_failures, save_error
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Committer:
         self._request: Request | None = None
         self._policy: Policy | None = None
         self._began = 0.0
+        self._begun = ""
         self._sizes: dict[str, int | None] = {}
         self.series_committed: set[str] = set()
 
@@ -58,13 +59,10 @@ class Committer:
     def begin(self, reports: dict[int, Report]) -> Report:
         """Who may write where. Every rank left the attempts before this one, so their remains are swept first (S21)."""
         request = self.request
+        raise_failures(request.step, reports, self.group.world)
         require_same(reports, {"step": "the step", "series": "the series", "on_exists": "on_exists",
                                "collective": "whether the payload runs collectives", "options": "the manager's options",
                                "members": "which members are saved"}, f"save of step {request.step}")
-        refused = {rank: report["refused"] for rank, report in reports.items() if report.get("refused")}
-        if refused:
-            raise ConfigError(f"save of step {request.step} refused before anything was written, by rank {min(refused)}: "
-                              f"{refused[min(refused)]}")
         try:
             with self.owned.lock:
                 return {"go": self._begin(request, reports)}
@@ -84,11 +82,20 @@ class Committer:
             self._check_room(request, reports)
             seq = owned.next_seq()
             owned.live.add(attempt)
-            owned.make_attempt(attempt, request.name)
+            self._begun = attempt
+            try:
+                owned.make_attempt(attempt, request.name)
+            except OSError:
+                owned.remove_attempt(attempt)  # nobody else has heard of it
+                raise
             owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq)
         go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replace, discard=discard,
                 existing=existing)
         return dict(vars(go))
+
+    def never_began(self) -> None:
+        """Begin ended in an error, or its verdict came too late: nobody works on the attempt, so the next begin sweeps it."""
+        self.owned.live.discard(self._begun)
 
     def _existing(self, request: Request) -> tuple[str | None, bool]:
         """(name that satisfies ``skip``, whether the new one replaces what stands under its name).
@@ -224,8 +231,8 @@ class Committer:
         seconds = owned.runtime.monotonic() - self._began
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
                             seq=go.seq, bytes=found.size, files=len(entries), seconds=round(seconds, 3))
-        log.info("committed %s: step %d, %d ranks, %d files, %.1f MB in %.2f s", go.name, request.step, self.group.world,
-                 len(entries), found.size / 1e6, seconds)
+        log.info("committed %s: step %d, %d ranks, %d files, %s in %.2f s", go.name, request.step, self.group.world,
+                 len(entries), human.size(found.size), seconds)
         return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq}}
 
     def after_commit(self, go: Go) -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
 from distckpt.durable import GONE, Files
 from distckpt.errors import (
+    ConfigError,
     DiskFull,
     DistckptError,
     RankFailure,
+    RankLost,
     RankTimeout,
     SaveError,
     from_wire,
@@ -31,6 +33,9 @@ from distckpt.runtime import Runtime
 from distckpt.saving.files import PeerFailed, RankFiles, make_durable
 
 _CAUSES = 1.0
+
+BLOCK = object()
+"""In place of a payload: the caller writes, in a ``saving`` block."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,30 @@ def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure],
     return SaveError(f"{where} failed on {many}; {after}. Causes: {causes}", **common)
 
 
+def raise_failures(step: int, reports: dict[int, Report], world: int) -> None:
+    """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did."""
+    failures = {rank: RankFailure(**report["failure"]) for rank, report in reports.items() if "failure" in report}
+    if failures:
+        raise save_error(step, None, failures, world)
+
+
+def refuse(call: Call, group: Group, step: int, error: Exception, arrive: float) -> NoReturn:
+    """This rank cannot even begin: every rank hears why in the begin round, before any I/O, instead of waiting for it."""
+    if isinstance(error, ConfigError):
+        call.refuse(error, arrive)
+    failure = RankFailure.of(error, rank=group.rank, host=group.identity.host, pid=group.identity.pid, phase="prepare")
+
+    def decide(reports: dict[int, Report]) -> Report:
+        raise_failures(step, reports, group.world)
+        raise AssertionError("this rank's own report is a failure")
+
+    try:
+        call.round({"failure": asdict(failure)}, decide, arrive)
+    except DistckptError as told:
+        raise told from error
+    raise error
+
+
 class Transaction:
     """One attempt, from begin to the verdict, on one rank. ``committer`` is there on rank 0 only."""
 
@@ -97,9 +126,14 @@ class Transaction:
     def begin(self, report: Report) -> RankFiles | None:
         """The files to write into; None when the step is there already and is skipped. Raises alike on every rank."""
         decide: Callable[[dict[int, Report]], Report] = self._committer.begin if self._committer else _never
-        verdict = self._call.round("begin", {
-            **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
-            "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
+        try:
+            verdict = self._call.round({
+                **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
+                "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
+        except BaseException:
+            if self._committer is not None:
+                self._committer.never_began()
+            raise
         go = self.go = Go(**verdict["go"])
         if go.existing is not None and not go.discard:
             return None
@@ -139,6 +173,18 @@ class Transaction:
             self._runtime.sleep(pause)
             pause = min(pause * 2, 1.0)
         self._pulse.phase("write")
+
+    def enter_together(self, ready: bool) -> None:
+        """One more round before a framework's collectives: a rank that cannot enter must not leave the others waiting in
+        them, so either all enter or none (they have deadlines of their own, and name nobody)."""
+        assert self.go is not None
+        try:
+            verdict = self._call.round({"ready": ready}, lambda reports: {"enter": all(r["ready"] for r in reports.values())},
+                                       self._visible + self._progress)
+        except RankTimeout as error:
+            raise PeerFailed from error  # the acks will find the same ranks missing, and the verdict names them
+        if ready and not verdict["enter"]:
+            raise PeerFailed
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -239,10 +285,14 @@ class Transaction:
         if standing is not None and standing.get("aborted"):
             first = RankFailure(**standing["aborted"])
             failures.setdefault(first.rank, first)
-        if failures:
-            failures = {r: self._with_needs(f) for r, f in failures.items()}
-            return save_error(self.request.step, go.attempt, failures, self._group.world)
-        return absence
+        if not failures:
+            return absence
+        for rank, beat in (absence.missing if absence is not None else {}).items():
+            what = "the process has ended" if isinstance(absence, RankLost) else "no word from it"
+            failures[rank] = RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),
+                                         int((beat or {}).get("pid") or 0), str((beat or {}).get("phase")))
+        failures = {r: self._with_needs(f) for r, f in failures.items()}
+        return save_error(self.request.step, go.attempt, failures, self._group.world)
 
     def _with_needs(self, failure: RankFailure) -> RankFailure:
         if not failure.disk_full or failure.needed is not None:
@@ -376,7 +426,7 @@ class Transaction:
             return {"existing": go.existing}
 
         try:
-            return self._call.round("discard", report, decide, self._progress)
+            return self._call.round(report, decide, self._progress)
         except SaveError as raised:
             if error is None:
                 raise

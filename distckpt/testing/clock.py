@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from distckpt.runtime import Event, Identity, Lock, Thread
+from distckpt.runtime import Event, Identity, Lock, Runtime, Thread
 
 
 class Parked(BaseException):
@@ -163,5 +164,12 @@ class VirtualRuntime:
             return None
         return other in self.clock.living
 
+    def bytes_read(self) -> int:
+        return 0
+
     def stacks(self) -> str:
         return ""
+
+
+if TYPE_CHECKING:
+    _conforms: Runtime = VirtualRuntime()

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NoReturn, TypeVar
 
 ROOT = 1
@@ -98,10 +99,11 @@ class Disk:
         return _Guard(self, op, path)
 
     @staticmethod
-    def _parts(path: str) -> list[str]:
+    @lru_cache(maxsize=1 << 14)
+    def _parts(path: str) -> tuple[str, ...]:
         if not path.startswith("/"):
             raise ValueError(f"{path!r} is not absolute")
-        return [part for part in os.path.normpath(path).split("/") if part]
+        return tuple(part for part in os.path.normpath(path).split("/") if part)
 
     def _find(self, path: str) -> Node:
         node = self.nodes[ROOT]
@@ -118,7 +120,7 @@ class Disk:
         parts = self._parts(path)
         if not parts:
             fail(errno.EBUSY, path)
-        parent = self._find("/" + "/".join(parts[:-1]))
+        parent = self._find(os.path.dirname(os.path.normpath(path)))
         if parent.kind != "dir":
             fail(errno.ENOTDIR, path)
         return parent, parts[-1]

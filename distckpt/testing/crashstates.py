@@ -33,16 +33,18 @@ def _masks(files: Disk, limit: int, seed: int, ordered: bool) -> list[int]:
     """Sets of pending changes that happened, as bit masks closed under what they build on."""
     count = len(files.pending)
     full = (1 << count) - 1
-    found = [0, full] + [(1 << size) - 1 for size in range(1, count)]
+    prefixes = [(1 << size) - 1 for size in range(1, count)]
     if ordered:
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([0, full, *prefixes]))
     needs = _needs(files)
 
     def closed(mask: int) -> int:
         """The largest closed set within ``mask``."""
         return sum(1 << i for i in range(count) if mask >> i & 1 and needs[i] & mask == needs[i])
 
-    found += [closed(full & ~(1 << i)) for i in range(count)] + needs
+    found = [0, full]
+    for last in range(count - 1, -1, -1):  # the latest changes first: what was done last is what may be lost wrongly
+        found += [needs[last], closed(full & ~(1 << last)), *prefixes[last - 1:last]]
     if count <= _ALL_SUBSETS:
         found += [closed(mask) for mask in range(full + 1)]
     else:
@@ -113,22 +115,32 @@ def states(files: D, limit: int, seed: int, ordered: bool) -> Iterator[D]:
     with files._lock:
         files = files.after_kill()
     masks = _masks(files, limit, seed, ordered)
-    trees = [(tree, _reachable(files, tree)) for tree in (_tree(files, mask) for mask in masks)]
+    trees: dict[int, tuple[Tree, dict[int, str]]] = {}
     seen: set[Key] = set()
-    for stage in range(len(_FATES) + 1):
-        for tree, reachable in trees:
-            dirty = sorted(n for n in reachable if files.nodes[n].dirty)
-            if stage and not dirty:
+    for stage, mask in _tour(masks):
+        if mask not in trees:
+            made = _tree(files, mask)
+            trees[mask] = made, _reachable(files, made)
+        tree, reachable = trees[mask]
+        dirty = sorted(n for n in reachable if files.nodes[n].dirty)
+        if stage and not dirty:
+            continue
+        for fates in _fates(dirty, stage):
+            state = _build(files, tree, reachable, fates)
+            key = tuple((path, b"d" if data is None else b"f" + data) for path, data in state.snapshot().items())
+            if key in seen:
                 continue
-            for fates in _fates(dirty, stage):
-                state = _build(files, tree, reachable, fates)
-                key = tuple((path, b"d" if data is None else b"f" + data) for path, data in sorted(state.snapshot().items()))
-                if key in seen:
-                    continue
-                seen.add(key)
-                yield state
-                if len(seen) >= limit:
-                    return
+            seen.add(key)
+            yield state
+            if len(seen) >= limit:
+                return
+
+
+def _tour(masks: list[int]) -> Iterator[tuple[int, int]]:
+    """(fate of the bytes, names) in an order that shows every kind of loss early, however low the limit is."""
+    stages = range(len(_FATES) + 1)
+    yield from ((stage, mask) for stage in stages for mask in masks[:2])
+    yield from ((stage, mask) for stage in stages for mask in masks[2:])
 
 
 def _build(files: D, tree: Tree, reachable: dict[int, str], fates: dict[int, Fate]) -> D:

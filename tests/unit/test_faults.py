@@ -118,6 +118,13 @@ def test_the_environment_kills_a_process_for_real(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b""
 
 
+def test_the_tools_need_no_torch() -> None:
+    program = ("import sys, distckpt.testing.clock, distckpt.testing.crashfs, distckpt.testing.crashstates\n"
+               "import distckpt.testing.faults\n"
+               "sys.exit('torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_the_environment_is_quiet_by_default_and_strict_when_set() -> None:
     assert from_environment(REAL, {}) is REAL
     with pytest.raises(ValueError, match="kill:<n>"):

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from tests.onerank import Blob, Machine, close, standing, tidy, unclean
-from tests.support import ROOT, crash_disk
 
 from distckpt import janitor, owned, recovery
 from distckpt.durable import Files, fsync_tree_dirs, walk, write_new
@@ -31,6 +29,8 @@ from distckpt.rotation import Context
 from distckpt.saving import commit, committer
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, die, fail, lie
+from tests.onerank import Blob, Machine, close, standing, tidy, unclean
+from tests.support import ROOT, crash_disk
 
 KEEP = 2
 ORDERS = ("fsync", "fsync_file", "fsync_dir")

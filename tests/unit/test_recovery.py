@@ -12,21 +12,20 @@ from distckpt.durable import Files
 from distckpt.layout import MARKER, Layout
 from distckpt.owned import OwnedRoot
 from distckpt.recovery import REPLACED, publish, recover
-from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import FaultyFiles, Killed, die, fail, refuse
-from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint, open_owned, stage_attempt
+from tests.support import (
+    ROOT,
+    STEP,
+    attempt_id,
+    left_by_a_dead_owner,
+    make_checkpoint,
+    reopen,
+    stage_attempt,
+    standing,
+)
 
 LAYOUT = Layout.at(ROOT)
-
-
-def left_by_a_dead_owner(*published: tuple[int, int]) -> CrashFiles:
-    """A root that its owner of generation 1 has left by dying, with these steps and their seqs published."""
-    found = crash_disk()
-    open_owned(found, VirtualRuntime(VirtualClock(), pid=1))
-    for step, seq in published:
-        make_checkpoint(found, step, seq)
-    return found
 
 
 @pytest.fixture
@@ -34,24 +33,9 @@ def disk() -> CrashFiles:
     return left_by_a_dead_owner()
 
 
-def reopen(files: Files, pid: int = 2) -> OwnedRoot:
-    return open_owned(files, VirtualRuntime(VirtualClock(), pid=pid))
-
-
 def sweep(one: OwnedRoot) -> None:
     """Let the janitor delete what stands in trash, now and on this thread."""
     one.runtime.run("janitor")  # type: ignore[attr-defined]
-
-
-def standing(files: Files) -> dict[str, str]:
-    """{name: attempt} of what a reader may use: sealed, and every file as the marker says."""
-    found = {}
-    for entry in catalog.scan(files, LAYOUT, STEP):
-        if entry.committed:
-            whole = catalog.read_marker(files, LAYOUT.final(entry.name))
-            assert catalog.check_files(files, LAYOUT.final(entry.name), whole.files, digest=True) == [], entry
-            found[entry.name] = whole.head.attempt
-    return found
 
 
 def names(files: Files, path: str) -> list[str]:
@@ -366,32 +350,6 @@ def test_S14_a_publish_whose_reply_was_lost_is_found_published_at_the_next_start
         reopen(files)
     reopen(disk, pid=3)
     assert files.fired and standing(disk) == {"step-1": attempt_id(1)}
-
-
-# -- S23: cannot tell is not bad ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("op", "path"), [("stat", "sub/optim.pt"), ("read", f"step-2/{MARKER}"), ("scan", attempt_id(2))])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_S23_an_attempt_that_cannot_be_read_is_never_swept(op: str, path: str, number: int) -> None:
-    disk = left_by_a_dead_owner((1, 1))
-    stage_attempt(disk, 2, 2)
-    files = FaultyFiles(disk, fail(number, op=op, path=path, forever=True))
-    with pytest.raises(OSError):
-        reopen(files)
-    reopen(disk, pid=3)
-    assert files.fired and standing(disk) == {"step-1": attempt_id(1), "step-2": attempt_id(2)}
-
-
-@pytest.mark.parametrize(("op", "path"), [("stat", "model.pt"), ("read", MARKER)])
-def test_S23_an_old_half_that_cannot_be_read_is_never_deleted(op: str, path: str) -> None:
-    disk = left_by_a_dead_owner()
-    make_checkpoint(disk, 7, 1, directory=LAYOUT.trash(1, f"step-7.{attempt_id(1)}{REPLACED}"))
-    files = FaultyFiles(disk, fail(errno.EIO, op=op, path=path, forever=True))
-    with pytest.raises(OSError):
-        reopen(files)
-    reopen(disk, pid=3)
-    assert files.fired and standing(disk) == {"step-7": attempt_id(1)}
 
 
 def test_a_foreign_marker_in_staging_keeps_its_own_run(disk: CrashFiles) -> None:

@@ -122,12 +122,30 @@ def test_S19_the_late_report_of_a_timed_out_call_counts_for_nothing() -> None:
 
 
 def test_S19_a_report_that_is_sent_twice_counts_once_and_as_it_was_first() -> None:
-    groups = Groups(2)
+    sent = threading.Event()
+
+    class Telling(Client):
+        def set(self, key: str, value: Any) -> None:
+            super().set(key, value)
+            self.tell(value)
+
+        def claim(self, key: str, value: Any) -> Any:
+            standing = super().claim(key, value)
+            self.tell(value)
+            return standing
+
+        def tell(self, value: Any) -> None:
+            if value.get("value") == "again":
+                sent.set()
+
+    groups = Groups(2, clients={1: Telling})
 
     def twice(group: Group) -> Any:
         with group.rounds.call("meet") as call:
             if group.rank == 1:
                 group.rounds.client.claim(call.name(1, "report", 1), {"value": "first", "op": "meet"})
+            else:
+                assert sent.wait(10)
             return call.round({"value": "again"}, lambda reports: {"seen": reports[1]["value"], "count": len(reports)}, 5.0)
 
     assert [(v["seen"], v["count"]) for v in values(groups.each(twice))] == [("first", 2)] * 2
@@ -298,6 +316,7 @@ def test_a_rank_that_cannot_take_part_says_so_and_every_rank_raises_it(bad: int)
             return collect(group, timeout=20.0)
         with group.rounds.call("meet", 7) as call:
             call.refuse(ConfigError("step must be an int"), 20.0)
+        return None
 
     errors = same_error(groups.each(one), ConfigError)
     assert str(errors[0]) == f"meet of step 7: rank {bad} cannot take part: step must be an int"
