@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
@@ -28,6 +29,7 @@ from distckpt.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _open: dict[tuple[int, str], OwnedRoot] = {}
+_opening = threading.RLock()  # two managers of one root made by two threads must end up with one owner
 
 
 def make_root(files: Files, layout: Layout) -> None:
@@ -127,6 +129,12 @@ class OwnedRoot:
     def open(cls, files: Files, layout: Layout, runtime: Runtime, naming: Naming | None = None,
              run_id: str | None = None, waiting: Callable[[str], None] = lambda text: None) -> OwnedRoot:
         """The root, owned by this process: claimed, fenced, recovered and swept. RootInUse while another writer lives."""
+        with _opening:
+            return cls._open_here(files, layout, runtime, naming, run_id, waiting)
+
+    @classmethod
+    def _open_here(cls, files: Files, layout: Layout, runtime: Runtime, naming: Naming | None, run_id: str | None,
+                   waiting: Callable[[str], None]) -> OwnedRoot:
         key = os.getpid(), files.real(layout.root)
         shared = _open.get(key)
         if shared is not None and shared.files is files:
