@@ -15,6 +15,7 @@ from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
 
 _PACE = 8 << 20
+_BEHIND = 32 << 20
 
 
 class PeerFailed(Exception):
@@ -30,7 +31,7 @@ class PieceWriter:
     """A binary file that digests what it is given, paces the kernel, and stops when another rank has failed.
 
     Bytes pass straight from the caller's memory: digested while they are hot, written, and handed to the disk every
-    8 MB; pages are given back one piece behind, so that a save does not push the training's data out of memory.
+    8 MB; pages are given back 32 MB behind, so that a save does not push the training's data out of memory.
     """
 
     def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None]) -> None:
@@ -58,10 +59,11 @@ class PieceWriter:
             self.size += len(piece)
             if self.size - self._started >= _PACE:
                 self._out.start_writeback(self._started, self.size - self._started)
-                if self._started > self._dropped:
-                    self._out.drop_cache(self._dropped, self._started - self._dropped)
-                    self._dropped = self._started
                 self._started = self.size
+                behind = self._started - _BEHIND
+                if behind > self._dropped:
+                    self._out.drop_cache(self._dropped, behind - self._dropped)
+                    self._dropped = behind
             self._between(self.size)
         return len(view)
 
