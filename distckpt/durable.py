@@ -159,9 +159,10 @@ class Files:
         """The bytes of a regular file, front to back, in pieces that are valid until the next one is asked for."""
         fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         try:
-            if not _stat.S_ISREG(os.fstat(fd).st_mode):
+            seen = os.fstat(fd)
+            if not _stat.S_ISREG(seen.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            buffer = bytearray(PIECE)
+            buffer = bytearray(max(min(PIECE, seen.st_size), 4096))
             view = memoryview(buffer)
             while count := os.readv(fd, [view]):
                 yield view[:count]
