@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from distckpt.errors import ConfigError, MarkerError
@@ -70,7 +71,7 @@ class Marker:
     retention: str | None = None
     host: str = ""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of all payload files."""
         return sum(entry.size for entry in self.files)
