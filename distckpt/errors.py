@@ -61,13 +61,13 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, host: str, pid: int, phase: str, free: int | None = None,
-           needed: int | None = None) -> RankFailure:
-        """The record of ``error``. ``free``: bytes left where it was writing, if known."""
+           needed: int | None = None, where: str | None = None) -> RankFailure:
+        """The record of ``error``. ``free``: bytes left in ``where`` it was writing, if known."""
         root = _first_os_error(error)
         text = "".join(_traceback.format_exception(error))
         return cls(rank=rank, type=type(error).__name__, message=str(error)[:_MESSAGE_LIMIT], host=host, pid=pid,
                    phase=phase, traceback=text[-_TRACEBACK_LIMIT:],
-                   path=str(root.filename) if root is not None and root.filename is not None else None,
+                   path=str(root.filename) if root is not None and root.filename is not None else where or None,
                    disk_full=is_disk_full(error, free), free=free, needed=needed)
 
 
@@ -94,7 +94,8 @@ def is_disk_full(error: BaseException, free: int | None = None) -> bool:
     text = str(error)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return True
-    return "PytorchStreamWriter" in text and free is not None and free < (1 << 20)
+    from_torch = "PytorchStreamWriter" in text or "inline_container.cc" in text
+    return from_torch and free is not None and free < (1 << 20)
 
 
 class DistckptError(Exception):

@@ -21,6 +21,8 @@ from distckpt.saving.transaction import Go, Request, raise_failures, save_error
 
 log = logging.getLogger(__name__)
 
+_ROOM = 30.0
+
 
 class Committer:
     """Exists on rank 0 only. One for each manager; the owned root beneath is shared by managers of one root."""
@@ -157,6 +159,9 @@ class Committer:
         known = {rank: report["free"] for rank, report in reports.items() if report.get("free") is not None}
         if needed is None or not known:
             return
+        if min(known.values()) < needed and self.owned.janitor.wait(_ROOM):
+            here = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
+            known = {rank: max(free, here) for rank, free in known.items()}
         rank = min(known, key=lambda r: known[r])
         if known[rank] < needed:
             raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} ({self.group.hosts.get(rank)}) at "
@@ -257,6 +262,8 @@ class Committer:
         if swept:
             with self.owned.lock:
                 self.owned.remove_attempt(go.attempt)
+            if isinstance(error, DiskFull):
+                self.owned.janitor.wait(_ROOM)  # the caller's next move needs the room that this attempt took
 
     def discarded(self, go: Go) -> None:
         self.owned.live.discard(go.attempt)

@@ -84,21 +84,22 @@ def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure],
     return SaveError(f"{where} failed on {many}; {after}. Causes: {causes}", **common)
 
 
-def raise_failures(step: int, reports: dict[int, Report], world: int) -> None:
+def raise_failures(step: int | None, reports: dict[int, Report], world: int) -> None:
     """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did."""
     failures = {rank: RankFailure(**report["failure"]) for rank, report in reports.items() if "failure" in report}
     if failures:
+        assert step is not None
         raise save_error(step, None, failures, world)
 
 
-def refuse(call: Call, group: Group, step: int, error: Exception, arrive: float) -> NoReturn:
+def refuse(call: Call, group: Group, error: Exception, arrive: float) -> NoReturn:
     """This rank cannot even begin: every rank hears why in the begin round, before any I/O, instead of waiting for it."""
     if isinstance(error, ConfigError):
         call.refuse(error, arrive)
     failure = RankFailure.of(error, rank=group.rank, host=group.identity.host, pid=group.identity.pid, phase="prepare")
 
     def decide(reports: dict[int, Report]) -> Report:
-        raise_failures(step, reports, group.world)
+        raise_failures(call.step, reports, group.world)
         raise AssertionError("this rank's own report is a failure")
 
     try:
@@ -219,7 +220,8 @@ class Transaction:
         identity = self._group.identity
         return RankFailure.of(error, rank=self._group.rank, host=identity.host, pid=identity.pid,
                               phase=self._pulse.current_phase, free=self._free(),
-                              needed=self._committer.needed(self.request.series) if self._committer else None)
+                              needed=self._committer.needed(self.request.series) if self._committer else None,
+                              where=self._directory)
 
     def _decide(self, go: Go, report: Report, entries: list[FileEntry]) -> Report:
         keys = {rank: self._call.key(go.attempt, "ack", rank) for rank in range(self._group.world)}

@@ -108,7 +108,8 @@ def test_one_save_and_its_rotation(world: int, tmp_path: Path) -> None:
     _in_order(marker_fsync, _find(after_marker, "fsync", staged + "$"), rename)
     after_rename = [s for s in main if s.begin >= rename.end]
     _in_order(rename, _find(after_rename, "fsync", r"staging/1/[0-9a-f]{16}$"), into_trash)
-    _in_order(rename, _find(after_rename, "fsync", r"/root$"), into_trash)
+    pointer = _find(after_rename, "rename|renameat|renameat2", r"latest\.tmp$", r"/root/latest$")
+    _in_order(rename, _find(after_rename, "fsync", r"/root$"), pointer, into_trash)
     after_trash = [s for s in main if s.begin >= into_trash.end]
     first_unlink = _find(after_trash, "unlink|unlinkat", r"trash/1/step-1\.")
     _in_order(into_trash, _find(after_trash, "fsync", r"trash/1$"), first_unlink)
