@@ -5,6 +5,7 @@ A name is ours only if all of it matches (``checkpoint-200-rolling-tmp`` is nobo
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from dataclasses import dataclass
@@ -100,12 +101,15 @@ def check_series(name: str) -> str:
 
 def check_step(step: object) -> int:
     """``step`` as an int; a bool, a float or a negative number is a ConfigError."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise ConfigError(f"step must be an int (optimizer steps done), not {type(step).__name__} {step!r}")
-    number = step.__index__()
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"step must be an int (optimizer steps done), not {type(step).__name__} {step!r}") from None
     if not 0 <= number < 10**18:
         raise ConfigError(f"step must be from 0 to 10**18, not {number}")
-    return int(number)
+    return number
 
 
 def series_of(naming: Naming, name: str) -> tuple[str, int] | None:

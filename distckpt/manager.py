@@ -180,12 +180,11 @@ class CheckpointManager:
                 on_exists: str | None) -> Iterator[tuple[RankFiles, Payload | None, Report]]:
         self._usable()
         outcome: Report = {}
-        shown = int(step) if hasattr(step, "__index__") else -1
-        with self._group.rounds.call("save", shown) as call:
+        with self._group.rounds.call("save", _shown(step)) as call:
             try:
                 request, payload = self._prepare(series, step, state, metrics, meta, on_exists)
             except Exception as error:  # whatever it is: every rank must hear of it, or wait for this one in vain
-                refuse(call, self._group, shown, error, self._timeouts.arrive)
+                refuse(call, self._group, error, self._timeouts.arrive)
             if self._committer is not None:
                 self._committer.prepare(request, self._series[series].policy)
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
@@ -201,12 +200,15 @@ class CheckpointManager:
             try:
                 self._enter(work, request.collective)
                 yield files, payload, outcome
-            except Exception as error:  # reported to all ranks, and raised again as the cause of the SaveError
-                _log_own(error, request.step, self.rank)
-                work.finish(files, error)
-                raise
-            except BaseException as error:  # an interrupt is the caller's; the others must learn of it all the same
-                _tell(work, files, error)
+                self._usable()
+            except BaseException as error:
+                if os.getpid() != self._pid:
+                    raise  # a child that was forked inside the block leaves it as well, and never speaks for its parent
+                if isinstance(error, Exception):  # reported to all ranks, and raised again as the cause of the SaveError
+                    _log_own(error, request.step, self.rank)
+                    work.finish(files, error)
+                else:  # an interrupt is the caller's; the others must learn of it all the same
+                    _tell(work, files, error)
                 raise
             outcome.update(work.finish(files, None))
 
@@ -400,6 +402,14 @@ class CheckpointManager:
                 self._leave()  # the others may be anywhere: no collective, and nothing may hide the exception in flight
             except (DistckptError, OSError) as error:
                 log.warning("closing after %s: %s", type(value).__name__, error)
+
+
+def _shown(step: object) -> int | None:
+    """``step`` for messages, before it is known to be one."""
+    try:
+        return check_step(step)
+    except ConfigError:
+        return None
 
 
 def _log_own(error: Exception, step: int, rank: int) -> None:

@@ -53,7 +53,9 @@ def _child(rank: int, world: int, port: int, target: Any, args: tuple[Any, ...],
     sys.stdout = sys.stderr = stream
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **env})
+                       "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                       # torch asks for the name of every peer's address; a name server that drops the query costs 5 s
+                       "RES_OPTIONS": "attempts:0", **env})
     import logging
 
     import torch

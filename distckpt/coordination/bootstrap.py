@@ -46,6 +46,8 @@ def find(group: Any, runtime: Runtime) -> Bootstrap:
         return _from_mpi(group, runtime)
     if isinstance(group, dist.ProcessGroup):
         return _from_torch(group, runtime)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
+        raise _outsider()
     if group is not None:
         raise ConfigError(f"group must be None, a torch ProcessGroup or an mpi4py Comm, not {type(group).__name__}")
     if dist.is_available() and dist.is_initialized():
@@ -159,10 +161,14 @@ def _publish(rank: int, world: int, towards: str | None, runtime: Runtime, tell:
 # -- torch -----------------------------------------------------------------------------------------------------------
 
 
+def _outsider() -> ConfigError:
+    return ConfigError("this process is not a member of the group that was passed: make the manager on its members only")
+
+
 def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ConfigError("this process is not a member of the group that was passed: make the manager on its members only")
+        raise _outsider()
     members = dist.get_process_group_ranks(group) if group is not None else list(range(world))
     line = ",".join(map(str, members))
     number = _counts.get(line, 0)

@@ -111,6 +111,11 @@ class Pulse:
             self._watch = watch
         self._wake.set()
 
+    @property
+    def running(self) -> bool:
+        """Whether somebody minds the deadlines."""
+        return not self._stop.is_set() and self._thread.is_alive()
+
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()

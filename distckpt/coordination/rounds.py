@@ -10,6 +10,7 @@ them (tests/unit/test_rounds.py).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -42,7 +43,7 @@ class Rounds:
         self.runtime, self.pulse = runtime, pulse
         self.caller = Caller(client, runtime)
         self.on_stacks: Callable[[dict[int, str]], None] = lambda stacks: None
-        self._number = 0
+        self._number, self._pid = 0, os.getpid()
         self._old_keys: list[str] = []
         self._keys: list[str] = []
 
@@ -54,8 +55,9 @@ class Rounds:
         try:
             yield Call(self, self._number, op, step)
         finally:
-            self._old_keys, self._keys = self._old_keys + self._keys, []
-            self.pulse.leave(self.client)
+            if os.getpid() == self._pid:  # not in a child that was forked inside the call
+                self._old_keys, self._keys = self._old_keys + self._keys, []
+                self.pulse.leave(self.client)
 
     def used(self, key: str) -> str:
         """Note a key of the current call, for rank 0 to delete in time."""
@@ -127,6 +129,8 @@ class Call:
             while not rounds.client.wait(list(keys.values()), 600.0):
                 if rounds.pulse.lost is not None:
                     raise rounds.pulse.lost
+                if not rounds.pulse.running:
+                    raise CoordinationError(f"{self.what}: the manager was closed while it waited")
         finally:
             rounds.pulse.watch(None)
         found = rounds.client.get(list(keys.values()))

@@ -16,13 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # t
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -31,6 +25,7 @@ from torch.futures import Future
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
+from distckpt.payloads import optim
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import PeerFailed, RankFiles
 
@@ -80,8 +75,13 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._held is not None:
-            raise self._held
+            return Metadata(state_dict_metadata={})  # DCP swallows what is raised here; and the real one may not be read
         return super().read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        if self._held is not None:
+            raise self._held
+        super().set_up_storage_reader(*args, **kwargs)
 
 
 class DCP:
@@ -116,18 +116,16 @@ class DCP:
     def parts(self) -> list[str]:
         return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizers else []), *self._extra]
 
-    def _state(self, wanted: Collection[str]) -> dict[str, Any]:
+    def _state(self, wanted: Collection[str], optimizers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         state = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in self._extra.items() if name in wanted}
-        if "optimizer" in wanted and self._optimizers:
-            model, state["optimizer"] = get_state_dict(self._model, self._optimizers)
-            if "model" in wanted:
-                state["model"] = model
-        elif "model" in wanted and self._model is not None:
+        if "model" in wanted:
             state["model"] = get_model_state_dict(self._model)
+        if "optimizer" in wanted:
+            state["optimizer"] = optimizers()
         return state
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        state, held = _try(lambda: self._state(self.parts))
+        state, held = _try(lambda: self._state(self.parts, lambda: optim.state_of(self._model, self._optimizers)))
         try:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
@@ -139,7 +137,8 @@ class DCP:
 
         def prepare() -> dict[str, Any]:
             checkpoint.check(_METADATA)  # DCP unpickles it
-            return self._state(wanted)
+            stored = FileSystemReader(checkpoint.directory).read_metadata().state_dict_metadata
+            return self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
 
         state, held = _try(prepare)
         try:
@@ -150,12 +149,10 @@ class DCP:
         self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
-        if "model" in state and "optimizer" in state:
-            set_state_dict(self._model, self._optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        elif "model" in state:
+        if "model" in state:
             set_model_state_dict(self._model, state["model"])
-        elif "optimizer" in state:
-            set_optimizer_state_dict(self._model, self._optimizers, state["optimizer"])
+        if "optimizer" in state:
+            optim.put_back(self._model, self._optimizers, state["optimizer"])
         for name, value in self._extra.items():
             if name not in state:
                 continue

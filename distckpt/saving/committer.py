@@ -159,7 +159,8 @@ class Committer:
         known = {rank: report["free"] for rank, report in reports.items() if report.get("free") is not None}
         if needed is None or not known:
             return
-        if min(known.values()) < needed and self.owned.janitor.wait(_ROOM):
+        trash = self.owned.janitor
+        if min(known.values()) < needed and not trash.wait(0) and trash.wait(_ROOM):
             here = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
             known = {rank: max(free, here) for rank, free in known.items()}
         rank = min(known, key=lambda r: known[r])

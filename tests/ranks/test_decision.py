@@ -84,9 +84,11 @@ def test_S4_a_waiters_deadline_ends_in_unknown_and_never_aborts(root: Path, wher
         try:
             write(manager, 1)
         finally:
-            if manager.rank == 2:
+            gave_up.append(manager.rank)
+            if len(gave_up) == 2:
                 go_on.set()
 
+    gave_up: list[int] = []
     outcomes = job.each(save)
     assert stuck.is_set() and outcomes[0].ok, outcomes[0].error
     for outcome in outcomes[1:]:
@@ -293,3 +295,33 @@ def test_an_attempt_makes_its_directory_once_and_leaves_the_root_as_the_layout_s
     assert [(e.path, e.rank) for e in found.files] == [("data.rank-00000-of-00002.bin", 0), ("data.rank-00001-of-00002.bin", 1)]
     assert found.world == 2 and found.head.seq == 1 and found.head.generation == 1
     assert [e["event"] for e in events(root, "committed")] == ["committed"]
+
+
+def test_P4_causes_that_come_right_after_the_first_are_told_too(root: Path) -> None:
+    """Rank 0 leaves the others a short grace when it sees the first abort: rank 2 fails only then."""
+    job = Job(root, 3)
+    job.start()
+    pulse = job.managers[0]._group.pulse
+
+    def seen() -> bool:
+        """Rank 0's pulse has seen the abort, and perhaps ended the wait for it already."""
+        watch = pulse._watch
+        return aborted.is_set() and (watch is None or watch.seen_abort is not None)
+
+    aborted = threading.Event()
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        with manager.saving(1) as files:
+            files.writer("a.bin").close()
+            if manager.rank == 1:
+                raise ValueError("first")
+            if manager.rank == 2:
+                await_(lambda: pulse._watch is not None and pulse._watch.abort is not None)
+                await_(files._aborted)
+                aborted.set()
+                await_(seen)
+                raise OSError("second")
+
+    for error in same_error(job.each(save), SaveError):
+        assert {r: f.message for r, f in error.failures.items()} == {1: "first", 2: "second"}
+    job.finish()

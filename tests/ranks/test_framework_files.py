@@ -59,7 +59,8 @@ def test_S20_each_hosts_leader_syncs_what_nobody_claimed_after_the_last_writer_r
 
     values(job.run(save))
     names = {f"shard_{rank}.bin" for rank in range(4)} | {"late.bin"}
-    synced = {rank: {os.path.basename(o.path) for o in disk.operations("fsync_file", "/staging/")} for rank, disk in disks.items()}
+    synced = {rank: {os.path.basename(o.path) for o in disk.operations("fsync_file", "/staging/")}
+              for rank, disk in disks.items()}
     assert synced == {0: names, 1: set(), 2: names, 3: set()}
     assert too_early == []
     for leader in (0, 2):
@@ -106,7 +107,8 @@ def test_files_that_are_claimed_and_files_that_are_not_make_one_checkpoint(root:
     values(Job(root, 2, files=disks).run(save))
     found = catalog.read_marker(REAL, str(root / "step-1"))
     assert [(e.path, e.rank) for e in found.files] == [
-        ("mine.rank-00000-of-00002.bin", 0), ("mine.rank-00001-of-00002.bin", 1), ("theirs_0", 0), ("theirs_1", 0), ("vocab.json", 0)]
+        ("mine.rank-00000-of-00002.bin", 0), ("mine.rank-00001-of-00002.bin", 1), ("theirs_0", 0), ("theirs_1", 0),
+        ("vocab.json", 0)]
     synced = [os.path.basename(o.path) for o in disks[1].operations("fsync_file", "/staging/")]
     assert synced == ["mine.rank-00001-of-00002.bin"]
 
