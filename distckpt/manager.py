@@ -286,7 +286,6 @@ class CheckpointManager:
                 source: str | os.PathLike[str] | None) -> Resumed:
         files, layout = self._seams.files, self._layout
         chooser = None
-        self._group.pulse.probe(self._seams.runtime.bytes_read)
         try:
             how = options.choice("verify", verify, options.VERIFY)
             wish = Wish(series, None if step is None else check_step(step), how, allow_fresh,

@@ -68,7 +68,7 @@ class Runtime(Protocol):
     def token(self, size: int) -> str: ...
     def identity(self) -> Identity: ...
     def alive(self, other: Identity) -> bool | None: ...
-    def bytes_read(self) -> int: ...
+    def bytes_moved(self) -> int: ...
     def stacks(self) -> str: ...
 
 
@@ -146,10 +146,11 @@ class SystemRuntime:
         started, state = _process_start(other.pid)
         return started == other.started and state not in ("Z", "X")
 
-    def bytes_read(self) -> int:
-        """Bytes this process has read so far, whoever read them: how a long load shows that it moves. 0 where unknown."""
+    def bytes_moved(self) -> int:
+        """Bytes this process has read and written so far, whoever did it: how a long load, or a framework's own writer, shows
+        that it moves. 0 where unknown."""
         lines = dict(line.partition(": ")[::2] for line in _read("/proc/self/io").splitlines())
-        return int(lines.get("rchar", 0)) + int(lines.get("read_bytes", 0))
+        return sum(int(lines.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
     def stacks(self) -> str:
         names = {t.ident: t.name for t in threading.enumerate()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -86,8 +87,9 @@ def start(world: int, target: Any, *args: Any, init: bool = True, env: dict[str,
 
 
 class Running:
-    def __init__(self, world: int, target: Any, args: tuple[Any, ...], init: bool, env: dict[str, str], folder: str | None) -> None:
-        self.world = world
+    def __init__(self, world: int, target: Any, args: tuple[Any, ...], init: bool, env: dict[str, str],
+                 folder: str | None) -> None:
+        self.world, self._own = world, folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="ranks-"))
         self.logs = [self.folder / f"rank-{r}.log" for r in range(world)]
         port = free_port()
@@ -129,6 +131,8 @@ class Running:
                     outcomes[rank].value = value
                 else:
                     outcomes[rank].error = value
+        if self._own:
+            shutil.rmtree(self.folder, ignore_errors=True)  # the logs are in the outcomes
         return outcomes
 
     def _hang(self, timeout: float) -> None:

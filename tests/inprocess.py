@@ -38,6 +38,7 @@ class RankRuntime(SystemRuntime):
 
     def __init__(self, host: str, living: set[Identity]) -> None:
         self._living = living
+        self.moved = 0
         self.me = replace(super().identity(), host=host, boot="in-process", started=self.token(4))
         living.add(self.me)
 
@@ -46,6 +47,9 @@ class RankRuntime(SystemRuntime):
 
     def alive(self, other: Identity) -> bool | None:
         return other in self._living
+
+    def bytes_moved(self) -> int:
+        return self.moved
 
 
 class Threads:

@@ -22,6 +22,8 @@ TICK = 0.05
 BEAT = 1.0
 SAY = 30.0
 GRACE = 0.3
+TRICKLE = 1 << 16
+"""Bytes of a process that are more than its log lines: less is no progress."""
 
 
 def beat_key(rank: int) -> str:
@@ -64,6 +66,7 @@ class Pulse:
         self._lock = runtime.lock()
         self._state: dict[str, Any] = {"phase": "starting", "call": 0, "moves": 0}
         self._probe: Callable[[], int] | None = None
+        self._moved = 0
         self._active = False
         self._watch: Watch | None = None
         self.identities: dict[int, Identity] = {}
@@ -148,9 +151,13 @@ class Pulse:
     def _beat(self, client: Client) -> None:
         probe = self._probe
         written = probe() if probe is not None else None
+        moved = self._runtime.bytes_moved()
         with self._lock:
             if not self._active:
                 return
+            if moved - self._moved >= TRICKLE:
+                self._moved = moved
+                self._state["moves"] += 1
             if written is not None and written != self._state.get("bytes"):
                 self._state["bytes"] = written
                 self._state["moves"] += 1

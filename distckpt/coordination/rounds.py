@@ -31,6 +31,8 @@ from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+_LOOK = 30.0
+
 Report = dict[str, Any]
 Decide = Callable[[dict[int, Report]], Report]
 
@@ -126,7 +128,7 @@ class Call:
         watch = Watch(keys, self.what, timeout, progress, abort)
         rounds.pulse.watch(watch)
         try:
-            while not rounds.client.wait(list(keys.values()), 600.0):
+            while not rounds.client.wait(list(keys.values()), _LOOK):
                 if rounds.pulse.lost is not None:
                     raise rounds.pulse.lost
                 if not rounds.pulse.running:

@@ -164,7 +164,7 @@ class VirtualRuntime:
             return None
         return other in self.clock.living
 
-    def bytes_read(self) -> int:
+    def bytes_moved(self) -> int:
         return 0
 
     def stacks(self) -> str:

@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -66,8 +65,8 @@ def _in_zygote(rank: int, world: int, target: Callable[..., Any], args: tuple[An
 
 
 class _Rank:
-    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], keep: tuple[int, ...], drop: tuple[int, ...]) -> None:
-        self._log = tempfile.TemporaryFile()
+    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], drop: tuple[int, ...] = ()) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
         self._read, write = os.pipe()
         self.began = time.monotonic()
         self._pid = os.fork()
@@ -123,39 +122,40 @@ class _Rank:
 
 def alone(target: Callable[..., Any], *args: Any) -> Ended:
     """Run ``target(*args)`` in a process of its own."""
-    return _Rank(target, args, (), ()).end(time.monotonic() + LIMIT)
+    return _Rank(target, args).end(time.monotonic() + LIMIT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, and how it meets the others. ``listening``: rank 0's socket, bound by the parent, so that no port
+    is guessed."""
+
+    rank: int
+    world: int
+    port: int
+    listening: int
+
+    def store(self, serve: bool) -> Any:
+        return dist.TCPStore("127.0.0.1", self.port, None, serve, timeout=timedelta(seconds=LIMIT), wait_for_workers=False,
+                             master_listen_fd=self.listening if serve else None)
+
+    def bootstrap(self) -> Bootstrap:
+        """A control plane without a process group, at a tenth of its cost."""
+        server = self.store(True) if self.rank == 0 else None
+        return Bootstrap("test", self.rank, self.world, lambda: Client(self.store(False), "distckpt/test/"), server)
+
+    def gloo(self) -> None:
+        """A process group of torch's, for what runs collectives."""
+        dist.init_process_group("gloo", store=self.store(self.rank == 0), rank=self.rank, world_size=self.world)
 
 
 def group(world: int, target: Callable[..., Any], *args: Any) -> list[Ended]:
-    """Run ``target(bootstrap, *args)`` on ``world`` ranks that meet in rank 0's store."""
+    """Run ``target(place, *args)`` on ``world`` ranks."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=64)
     ranks = []
     for rank in range(world):
-        drop = () if rank == 0 else (listening.fileno(),)
-        ranks.append(_Rank(_with_bootstrap, (rank, world, listening.getsockname()[1], listening.fileno(), target, args),
-                           (), drop))
+        place = Place(rank, world, listening.getsockname()[1], listening.fileno())
+        ranks.append(_Rank(target, (place, *args), drop=() if rank == 0 else (listening.fileno(),)))
     listening.close()
     deadline = time.monotonic() + LIMIT
     return [rank.end(deadline) for rank in ranks]
-
-
-def _with_bootstrap(rank: int, world: int, port: int, descriptor: int, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return target(bootstrap(rank, world, port, descriptor), *args)
-
-
-def bootstrap(rank: int, world: int, port: int, descriptor: int) -> Bootstrap:
-    """A control plane without a process group: rank 0 serves on a socket that its parent has bound, so no port is guessed."""
-    server = None
-    if rank == 0:
-        server = dist.TCPStore("127.0.0.1", port, None, True, timeout=timedelta(seconds=LIMIT), wait_for_workers=False,
-                               master_listen_fd=descriptor)
-
-    def connect() -> Client:
-        raw = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=LIMIT), wait_for_workers=False)
-        return Client(raw, "distckpt/test/", f" at 127.0.0.1:{port}")
-
-    return Bootstrap("test", rank, world, connect, server)
-
-
-def names(path: str | Path) -> list[str]:
-    return sorted(os.listdir(path))

@@ -14,9 +14,11 @@ import pytest
 
 import distckpt
 from distckpt import owned
-from distckpt.errors import ConfigError, RootInUse, StepAlreadyExists
+from distckpt.durable import REAL
+from distckpt.errors import ConfigError, RootInUse, SaveError, StepAlreadyExists
+from distckpt.testing.faults import FaultyFiles, call
 from tests.harness import run, start, values
-from tests.inprocess import Job, await_, events, same_error, staged, write
+from tests.inprocess import Job, await_, events, holds, same_error, staged, write
 from tests.ranks.test_bootstraps import bare
 
 
@@ -241,6 +243,28 @@ def test_S5_a_zombie_of_an_older_generation_can_publish_nothing_and_every_rank_i
         assert error.generation == 2 and error.host == "b"
     assert names(root) == ["step-1", "step-2"]
     taker.finish()
+
+
+def test_S5_a_takeover_right_before_the_publishing_rename_leaves_it_to_the_new_owner(root: Path) -> None:
+    """The check is a courtesy and comes too early here; the file system itself stops the zombie, whose ranks are told
+    *unknown*; the new owner publishes what was committed."""
+    disk = FaultyFiles(REAL)
+    zombie, taker = Job(root, 2, files={0: disk}), Job(root, 2, hosts=["b", "b"])
+    zombie.start()
+    values(zombie.each(lambda m: write(m, 1)))
+
+    def take_over(operation: Any) -> None:
+        owned._open.clear()
+        taker.start()
+
+    disk.faults.append(call(take_over, op="rename", path=lambda path: path == str(root / "step-2")))
+    for error in same_error(zombie.each(lambda m: write(m, 2)), SaveError):
+        assert error.outcome == "unknown"
+    assert events(root, "claimed")[-1]["published"] == ["step-2"] and holds(root, 2, 2)
+    same_error(zombie.each(lambda m: write(m, 3)), RootInUse)
+    assert [r.step for r in values(taker.each(lambda m: m.resume()))] == [2, 2]
+    taker.finish()
+    assert names(root) == ["step-1", "step-2"]
 
 
 def test_two_runs_share_no_root(root: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distckpt.coordination import pulse, store
+from distckpt.coordination import pulse, rounds, store
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.group import Group
-from distckpt.coordination.pulse import describe
+from distckpt.coordination.pulse import Watch, describe
 from distckpt.coordination.rounds import by_value, require_same
 from distckpt.coordination.store import Client
 from distckpt.errors import (
@@ -244,6 +244,25 @@ def test_a_rank_that_has_ended_is_lost_at_once_not_at_the_deadline() -> None:
     assert all(list(e.missing) == [2] and "host-c" in str(e) and "has ended" in str(e) for e in errors)
 
 
+def test_a_rank_that_ended_is_found_out_when_an_abort_ends_the_wait() -> None:
+    """Its end may be what the abort is about: gloo tells the others before anybody looked at the pid."""
+    groups = Groups(2)
+    client, watched = groups.threads.source(), Watch({1: "k"}, "x", 60.0, abort="abort", next_look=1e18)
+    client.set("abort", {})
+    groups.living.discard(groups.runtimes[1].me)
+    for now in (10.0, 11.0):
+        groups.all[0].pulse._tick(client, watched, now)
+    assert watched.lost == [1] and client.get(["k"]) == [{"filled": True}]
+
+
+def test_a_wait_without_anybody_to_mind_its_deadline_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_LOOK", 0.1)
+    groups = Groups(2)
+    groups.all[0].pulse.stop()
+    outcome, = groups.each(collect, 0)
+    assert isinstance(outcome.error, CoordinationError) and "was closed while it waited" in str(outcome.error)
+
+
 def test_the_stacks_of_a_missing_rank_are_asked_for_and_name_where_it_hangs() -> None:
     groups = Groups(2)
     found: dict[int, str] = {}
@@ -266,20 +285,23 @@ def test_the_stacks_of_a_missing_rank_are_asked_for_and_name_where_it_hangs() ->
 def test_slow_is_no_timeout_while_new_bytes_come_and_silence_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "BEAT", 0.1)
     groups = Groups(2)
-    bytes_so_far = [0]
+    written = [0]
 
-    def slow(group: Group, moving: bool) -> Any:
+    def slow(group: Group, how: str) -> Any:
         with group.rounds.call("load") as call:
             if group.rank == 1:
-                group.pulse.probe(lambda: bytes_so_far[0])
+                group.pulse.probe(lambda: written[0])
                 until = time.monotonic() + 1.5
                 while time.monotonic() < until:
-                    bytes_so_far[0] += moving
+                    written[0] += how == "files of its own"
+                    groups.runtimes[1].moved += {"a framework's bytes": 10_000, "log lines": 100}.get(how, 0)
                     time.sleep(0.02)
             return call.round({}, lambda reports: {"ok": len(reports)}, 0.5, progress=True)
 
-    assert [v["ok"] for v in values(groups.each(lambda g: slow(g, True)))] == [2, 2]
-    same_error(groups.each(lambda g: slow(g, False)), RankTimeout)
+    for how in ("files of its own", "a framework's bytes"):
+        assert [v["ok"] for v in values(groups.each(lambda g, h=how: slow(g, h)))] == [2, 2]
+    for how in ("nothing", "log lines"):
+        same_error(groups.each(lambda g, h=how: slow(g, h)), RankTimeout)
     groups.close()
 
 
