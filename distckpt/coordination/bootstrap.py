@@ -122,7 +122,8 @@ def _source(address: str, port: int, token: str, runtime: Runtime) -> ClientSour
         except (dist.DistError, RuntimeError) as error:
             raise CoordinationError(f"cannot reach rank 0's store at {address}:{port}: {error}; set {ADDRESS_VARIABLE} on rank "
                                     "0 to an address that all ranks can reach") from error
-        return Client(raw, f"distckpt/{token}/", f" at {address}:{port}", Sentry(descriptors, runtime))
+        place = f"{address}:{port}"
+        return Client(raw, f"distckpt/{token}/", f" at {place}", Sentry(descriptors, runtime, place))
 
     return connect
 

@@ -162,8 +162,8 @@ def _sockets(port: int) -> dict[int, int]:
 class Sentry:
     """Watches one client: a call that outlasts its limit has its socket shut down under it, and so fails."""
 
-    def __init__(self, descriptors: Sequence[int], runtime: Runtime) -> None:
-        self._descriptors, self._runtime = descriptors, runtime
+    def __init__(self, descriptors: Sequence[int], runtime: Runtime, line: str) -> None:
+        self._descriptors, self._runtime, self.line = descriptors, runtime, line
         self._until: float | None = None
         self._watchman = Watchman.of_this_process(runtime)
         self._watchman.sentries.add(self)
@@ -175,15 +175,18 @@ class Sentry:
     def leave(self) -> None:
         self._until = None
 
-    def look(self, now: float) -> bool:
-        """Cut the line if the call under way is over its limit; whether one is under way."""
+    def overdue(self, now: float) -> bool | None:
+        """Whether the call under way is over its limit; None when there is none."""
         until = self._until
-        if until is not None and now > until:
-            descriptors, self._descriptors = self._descriptors, ()
-            for fd in descriptors:
-                with socket.socket(fileno=os.dup(fd)) as found, suppress(OSError):
+        return None if until is None else now > until
+
+    def cut(self) -> None:
+        descriptors, self._descriptors = self._descriptors, ()
+        port = int(self.line.rpartition(":")[2])
+        for fd in descriptors:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+                if found.getpeername()[1] == port:  # and not what took the number of a client that was closed meanwhile
                     found.shutdown(socket.SHUT_RDWR)
-        return until is not None
 
 
 class Watchman:
@@ -215,5 +218,9 @@ class Watchman:
             while busy:
                 self._runtime.sleep(1.0)
                 now = self._runtime.monotonic()
-                looks = [sentry.look(now) for sentry in list(self.sentries)]
-                busy = any(looks)
+                asking = [(sentry, overdue) for sentry in list(self.sentries) if (overdue := sentry.overdue(now)) is not None]
+                busy = bool(asking)
+                dead = {sentry.line for sentry, overdue in asking if overdue}
+                for sentry in list(self.sentries) if dead else ():
+                    if sentry.line in dead:  # the listener as well, which may wait for ever: it must end before its process
+                        sentry.cut()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,11 @@ class Shards:
         if self._format == "safetensors":
             from safetensors.torch import save_file  # an extra
 
-            save_file({k: v.contiguous() for k, v in value.items()}, files.mine(self._file))
+            path = files.mine(self._file)
+            with open(path, "xb") as out:
+                mode = os.fstat(out.fileno()).st_mode
+            save_file({k: v.contiguous() for k, v in value.items()}, path)
+            os.chmod(path, mode & 0o7777)  # it renames a temporary of mode 0600 over; umask and the directory's ACL must hold
             return
         with files.writer(self._file) as out:
             torchfile.write(value, out)

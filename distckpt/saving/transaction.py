@@ -8,6 +8,7 @@ never sets the key, and a deadline that passes then ends in *unknown*, to be set
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -76,7 +77,10 @@ def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure],
     where = f"save of step {step}" + (f" (attempt {attempt})" if attempt else "")
     common: dict[str, Any] = {"step": step, "attempt": attempt, "background": False, "failures": failures, "outcome": outcome}
     if full is not None:
-        room = f"{full.free} bytes are free" + (f", about {full.needed} are needed" if full.needed else "")
+        room = f"{full.free} bytes are free"
+        if full.needed:  # judging by the last checkpoint; a save that grew may fill a disk that looked roomy
+            room += (f", about {full.needed} are needed" if full.free is None or full.needed > full.free else
+                     f", which was not enough (the last checkpoint took {full.needed})")
         return DiskFull(f"{where}: the disk is full on rank {full.rank} ({full.host}) at {full.path or 'its staging directory'}: "
                         f"{room}; {after}. Free space, lower keep_last, or save elsewhere. Causes: {causes}",
                         needed=full.needed, free=full.free, path=full.path, **common)
@@ -107,6 +111,14 @@ def refuse(call: Call, group: Group, error: Exception, arrive: float) -> NoRetur
     except DistckptError as told:
         raise told from error
     raise error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Close what a failed writer left open. Torch's keeps its half-written file as long as the frames of its exception live,
+    and then the file's space stays taken although its name is gone. The text of the traceback is in the report by now."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Transaction:
@@ -203,6 +215,8 @@ class Transaction:
             report: Report = {"stopped": True}
         elif error is not None:
             failure = self._failure(error)
+            if failure.disk_full:
+                _let_go(error)
             report = {"failure": asdict(failure)}
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:

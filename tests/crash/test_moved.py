@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,34 @@ def test_a_lost_root_record_is_made_anew_from_the_newest_marker(tmp_path: Path) 
     (tmp_path / "root" / ".distckpt" / "root.json").unlink()
     assert _restored(tmp_path / "root") == (2, 2.0)
     assert (tmp_path / "root" / ".distckpt" / "root.json").read_text() == before
+
+
+def test_a_moved_checkpoint_of_dcp_loads(tmp_path: Path) -> None:
+    """DCP keeps names of its own in its metadata: they must be relative as well."""
+    saved = {"w": torch.arange(1000.0), "b": torch.ones(3)}
+    with distckpt.CheckpointManager(tmp_path / "old") as manager:
+        manager.save(1, {"model": distckpt.DCP(state=dict(saved)), "rest": distckpt.Shards({"x": torch.ones(2)})})
+    (tmp_path / "old").rename(tmp_path / "new")
+    loaded = {"w": torch.zeros(1000), "b": torch.zeros(3)}
+    with distckpt.CheckpointManager(tmp_path / "new") as manager:
+        assert manager.restore({"model": distckpt.DCP(state=loaded), "rest": distckpt.Shards({"x": torch.zeros(2)})}) == 1
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    for file in (tmp_path / "new" / "step-1").rglob("*"):
+        assert file.is_dir() or str(tmp_path).encode() not in file.read_bytes(), f"an absolute path stands in {file}"
+
+
+@pytest.mark.parametrize("mask, file_mode, folder_mode", [(0o027, 0o640, 0o750), (0o002, 0o664, 0o775)])
+def test_whoever_may_read_the_root_may_read_every_checkpoint(tmp_path: Path, mask: int, file_mode: int, folder_mode: int) -> None:
+    """Umask holds for every file and directory; safetensors makes its files with mode 0600 and renames them."""
+    before = os.umask(mask)
+    try:
+        with distckpt.CheckpointManager(tmp_path / "root") as manager:
+            state = {"w": torch.zeros(10)}
+            manager.save(1, {"a": distckpt.Shards(state), "b": distckpt.Shards(state, format="safetensors"),
+                             "c": distckpt.DCP(state=dict(state))})
+    finally:
+        os.umask(before)
+    top = tmp_path / "root" / "step-1"
+    modes = {str(path.relative_to(top)): stat.S_IMODE(path.stat().st_mode) for path in [top, *top.rglob("*")]}
+    assert len(modes) == 9, modes
+    assert modes == {name: folder_mode if (top / name).is_dir() else file_mode for name in modes}

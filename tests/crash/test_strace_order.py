@@ -1,120 +1,300 @@
-"""The order of the system calls of a real save, as the kernel saw them. The seam itself is not trusted here.
+"""The order of the system calls of real saves, as the kernel saw them: the seam itself is not trusted here.
 
-Data fsync, directory fsync, marker write, marker fsync, directory fsync, rename, both parents' fsync, only then the first
-rename into trash, and no unlink of what was rotated before both sides of that rename are synced (DESIGN 4; S9, S21).
+For each save: data synced, then the directories, then the marker written, synced, and its directory; then the rename (or
+exchange) to the final name, then both parents; only then the first rename into trash, and the first unlink there only
+after its parents. "Then" means that the one had returned before the other was called, whichever rank or thread did it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.harness import free_port
+from tests.crash.traced import STEPS
 
-_CALLS = "write,pwrite64,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir"
-_LINE = re.compile(r"^(\d+\.\d+) (\w+)\((.*)\)\s+= (-?\d+).*<(\d+\.\d+)>$")
+REPOSITORY = Path(__file__).resolve().parents[2]
+CALLS = ("open,openat,creat,write,pwrite64,writev,pwritev,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
+         "mkdirat,rmdir,link,linkat,ftruncate,fallocate,sendfile,copy_file_range,mmap,io_uring_setup")
+LIMIT = 240
+WRITES = ("write", "pwrite64", "writev", "pwritev", "ftruncate", "fallocate", "sendfile", "copy_file_range")
+SYNCS = ("fsync", "fdatasync")
+RENAMES = ("rename", "renameat", "renameat2")
+UNLINKS = ("unlink", "unlinkat", "rmdir")
 
-_PROGRAM = """
-import os, sys, torch, distckpt
-rank, world, root = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if world > 1:
-    import torch.distributed as dist
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{sys.argv[4]}")
-state = {"w": torch.full((1000,), float(rank))}
-with distckpt.CheckpointManager(root, keep_last=1) as manager:
-    manager.save(1, state)
-    with manager.saving(2) as files:
-        os.makedirs(os.path.dirname(files.mine("sub/deep/x.bin")), exist_ok=True)
-        with open(files.mine("sub/deep/x.bin"), "wb") as out:
-            out.write(b"x" * 5000)
-os._exit(0)
-"""
+_CALL = re.compile(r"^(\d+) +(\w+)\((.*)$")
+_RESUMED = re.compile(r"^(\d+) +<\.\.\. (\w+) resumed>(.*)$")
+_RESULT = re.compile(r"\)\s+=\s+(-?\d+|\?)(.*)$")
+_DESCRIPTOR = re.compile(r"\d+<(/[^>]*)>")
+_TEXT = re.compile(r'(?:AT_FDCWD<([^>]*)>|\d+<([^>]*)>)?,? ?"((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
-class Seen:
-    begin: float
-    end: float
-    name: str
-    arguments: str
+class Event:
+    """One system call that succeeded. It was called at line ``begin`` of the trace and had returned at ``end``."""
 
-    def paths(self) -> list[str]:
-        return re.findall(r'[<"](/[^>"]*)[>"]', self.arguments)
+    call: str
+    pid: int
+    begin: int
+    end: int
+    path: str
+    other: str = ""
+    flags: str = ""
 
-
-def _trace(folder: Path, world: int) -> list[list[Seen]]:
-    """The calls of each rank, by the time they ended."""
-    port = free_port()
-    program = folder / "program.py"
-    program.write_text(_PROGRAM)
-    ranks = []
-    for rank in range(world):
-        out = folder / f"trace-{rank}"
-        command = ["strace", "-ff", "-ttt", "-T", "-y", "-s", "256", "-e", f"trace={_CALLS}", "-o", str(out),
-                   sys.executable, str(program), str(rank), str(world), str(folder / "root"), str(port)]
-        ranks.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    for process in ranks:
-        said = process.communicate(timeout=150)[0]
-        assert process.returncode == 0, said.decode()[-3000:]
-    traces = []
-    for rank in range(world):
-        seen = []
-        for file in folder.glob(f"trace-{rank}.*"):
-            for line in file.read_text(errors="replace").splitlines():
-                match = _LINE.match(line)
-                if match and int(match[4]) >= 0 and str(folder / "root") in match[3]:
-                    seen.append(Seen(float(match[1]), float(match[1]) + float(match[5]), match[2], match[3]))
-        assert seen, "strace saw nothing of the root"
-        traces.append(sorted(seen, key=lambda s: s.end))
-    return traces
+    def before(self, later: Event) -> bool:
+        return self.end < later.begin
 
 
-def _find(trace: list[Seen], names: str, *parts: str, last: bool = False) -> Seen:
-    """The first (or last) call of one of ``names`` whose paths match each regular expression of ``parts`` in turn."""
-    found = [s for s in trace if s.name in names.split("|") and len(s.paths()) >= len(parts)
-             and all(re.search(part, path) for part, path in zip(parts, s.paths(), strict=False))]
-    assert found, f"no {names} of {parts}"
-    return found[-1] if last else found[0]
+def parse(lines: Iterable[str]) -> list[Event]:
+    """The calls that succeeded, in the order in which they were made. A call that another thread cut in two is joined."""
+    events = []
+    halves: dict[int, tuple[int, str, str]] = {}
+    for number, line in enumerate(lines):
+        line = line.rstrip("\n")
+        resumed = _RESUMED.match(line)
+        if resumed:
+            pid = int(resumed.group(1))
+            begin, call, first = halves.pop(pid)
+            assert call == resumed.group(2), line
+            rest = first + resumed.group(3)
+        else:
+            match = _CALL.match(line)
+            if match is None:
+                continue  # a signal, or an exit
+            pid, call, rest, begin = int(match.group(1)), match.group(2), match.group(3), number
+            if rest.endswith("<unfinished ...>"):
+                halves[pid] = begin, call, rest.removesuffix("<unfinished ...>")
+                continue
+        result = _RESULT.search(rest)
+        if result is None or not result.group(1).isdigit():
+            continue
+        events.append(_event(call, pid, begin, number, rest[:result.start()], result.group(2)))
+    assert not halves or all(call in ("exit", "futex") for _, call, _ in halves.values()), halves
+    events.sort(key=lambda e: e.begin)
+    return events
 
 
-def _in_order(*calls: Seen) -> None:
-    for one, other in zip(calls, calls[1:], strict=False):
-        assert one.end <= other.begin + 1e-6, f"{other.name}({other.arguments}) began before {one.name}({one.arguments}) ended"
+def _event(call: str, pid: int, begin: int, end: int, arguments: str, returned: str) -> Event:
+    if call in WRITES + SYNCS or call == "mmap":
+        found = _DESCRIPTOR.search(arguments)
+        return Event(call, pid, begin, end, found.group(1) if found else "", flags=arguments if call == "mmap" else "")
+    names = []
+    for here, there, text in _TEXT.findall(arguments):
+        folder = here or there
+        names.append(os.path.normpath(os.path.join(folder or "/", text)))
+    if call in ("open", "openat", "creat"):
+        opened = re.search(r"<(/[^>]*)>", returned)
+        names = [opened.group(1)] if opened else names
+    return Event(call, pid, begin, end, names[0] if names else "", names[1] if len(names) > 1 else "", arguments)
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.parametrize("world", [1, 2])
-def test_one_save_and_its_rotation(world: int, tmp_path: Path) -> None:
-    traces = _trace(tmp_path, world)
-    main = traces[0]
-    staged = r"staging/1/[0-9a-f]{16}/step-2"
-    marker_write = _find(main, "write", staged + r"/commit\.json$")
-    marker_fsync = _find(main, "fsync", staged + r"/commit\.json$")
-    rename = _find(main, "rename|renameat|renameat2", staged + "$", r"/root/step-2$")
-    into_trash = _find(main, "rename|renameat|renameat2", r"/root/step-1$", r"trash/1/step-1\.")
-    for rank, trace in enumerate(traces):
-        name = rf"x\.rank-0000{rank}-of-0000{world}\.bin$"
-        _in_order(_find(trace, "write", staged + "/sub/deep/" + name), _find(trace, "fsync", staged + "/sub/deep/" + name),
-                  _find(trace, "fsync", staged + "/sub/deep$"), _find(trace, "fsync", staged + "/sub$"),
-                  _find(trace, "fsync", staged + "$"), marker_write)
-    _in_order(_find(main, "fsync", staged + "$"), marker_write, marker_fsync)
-    after_marker = [s for s in main if s.begin >= marker_fsync.end]
-    _in_order(marker_fsync, _find(after_marker, "fsync", staged + "$"), rename)
-    after_rename = [s for s in main if s.begin >= rename.end]
-    _in_order(rename, _find(after_rename, "fsync", r"staging/1/[0-9a-f]{16}$"), into_trash)
-    pointer = _find(after_rename, "rename|renameat|renameat2", r"latest\.tmp$", r"/root/latest$")
-    _in_order(rename, _find(after_rename, "fsync", r"/root$"), pointer, into_trash)
-    after_trash = [s for s in main if s.begin >= into_trash.end]
-    first_unlink = _find(after_trash, "unlink|unlinkat", r"trash/1/step-1\.")
-    _in_order(into_trash, _find(after_trash, "fsync", r"trash/1$"), first_unlink)
-    _in_order(into_trash, _find(after_trash, "fsync", r"/root$"), first_unlink)
-    assert first_unlink.paths()[0].endswith("commit.json"), "the marker is the first to go (S3)"
-    after_unlink = [s for s in main if s.begin >= first_unlink.end]
-    second = next(s for s in after_unlink if s.name in ("unlink", "unlinkat") and "trash/1/step-1." in s.arguments)
-    _in_order(first_unlink, _find(after_unlink, "fsync", r"trash/1/step-1\.[0-9a-f]{16}$"), second)
+@dataclass
+class Save:
+    """The events of one attempt, told apart by its staging directory."""
+
+    staged: str
+    final: str
+    events: list[Event]
+
+    @property
+    def outer(self) -> str:
+        return os.path.dirname(self.staged)
+
+    def of(self, calls: Iterable[str], where: Callable[[str], bool]) -> list[Event]:
+        wanted = set(calls)
+        return [e for e in self.events if e.call in wanted and where(e.path)]
+
+
+def saves(events: list[Event], root: str) -> list[Save]:
+    """Each attempt that got its final name, in order. Its events: everything in the root until the next one's begin."""
+    found = []
+    for event in events:
+        match = re.fullmatch(re.escape(root) + r"/\.distckpt/staging/\d+/[0-9a-f]{16}/(step-\d+)", event.path)
+        if match and event.call in RENAMES and event.other == f"{root}/{match.group(1)}":
+            found.append(Save(event.path, event.other, events))
+    return found
+
+
+def _one(events: list[Event], what: str) -> Event:
+    assert len(events) == 1, f"{len(events)} times: {what}"
+    return events[0]
+
+
+def check(save: Save, root: str, ranks: int) -> dict[str, int]:
+    """AssertionError when one of the orders of this module's docstring is not kept; how many events each part had."""
+    def inside(path: str) -> bool:
+        return path.startswith(save.staged + "/")
+
+    marker_path = f"{save.staged}/commit.json"
+    data = sorted({e.path for e in save.of(("open", "openat", "creat"), inside)
+                   if "O_CREAT" in e.flags and e.path != marker_path})
+    moved = {e.path: e.other for e in save.of(RENAMES, inside)}  # safetensors writes beside and renames
+    opened = _one([e for e in save.of(("open", "openat"), lambda p: p == marker_path) if "O_CREAT" in e.flags], "marker")
+    written = save.of(WRITES, lambda p: p == marker_path)
+    synced = _one(save.of(SYNCS, lambda p: p == marker_path), "fsync of the marker")
+    published = _one([e for e in save.of(RENAMES, lambda p: p == save.staged) if e.other == save.final], "publishing rename")
+
+    # data, by whoever wrote it
+    assert data and len({e.pid for e in save.of(WRITES, lambda p: p in data)}) == ranks
+    ends = []
+    for path in data:
+        name = moved.get(path, path)
+        changes = save.of(WRITES, lambda p, path=path: p == path) + [e for e in save.of(RENAMES, inside) if e.path == path]
+        assert not [e for e in save.events if e.call == "mmap" and e.path in (path, name) and "MAP_SHARED" in e.flags
+                    and "PROT_WRITE" in e.flags], f"{path} is written through memory, where this cannot see it"
+        if path not in moved and path in moved.values() and not changes:
+            continue  # an empty file that the rename replaces
+        after = [e for e in save.of(SYNCS, lambda p, name=name: p == name) if all(c.before(e) for c in changes)]
+        assert after, f"{name} is not synced after its last change"
+        ends.append(after[0])
+    for event in ends:
+        assert event.before(opened), f"{event.path} is synced after the marker was begun"
+
+    # directories, children before the marker
+    folders = {save.staged, *(e.path for e in save.of(("mkdir", "mkdirat"), inside))}
+    for folder in folders:
+        entries = [e for e in save.of(("open", "openat", "mkdir", "mkdirat"), lambda p, f=folder: os.path.dirname(p) == f)
+                   if e.before(opened) and ("mkdir" in e.call or "O_CREAT" in e.flags)]
+        entries += [e for e in save.of(RENAMES, inside) if os.path.dirname(e.other) == folder]
+        after = [e for e in save.of(SYNCS, lambda p, f=folder: p == f)
+                 if all(c.before(e) for c in entries) and e.before(opened)]
+        assert after, f"the entries of {folder} are not synced before the marker"
+
+    # the marker, then its name in the directory
+    assert written and all(opened.before(w) and w.before(synced) for w in written), "the marker is not synced"
+    named = [e for e in save.of(SYNCS, lambda p: p == save.staged) if synced.before(e) and e.before(published)]
+    assert named, "the marker's name is not synced before the rename"
+
+    # both parents, then rotation
+    parents = []
+    for parent in (save.outer, root):
+        after = [e for e in save.of(SYNCS, lambda p, parent=parent: p == parent) if published.before(e)]
+        assert after, f"{parent} is not synced after the rename"
+        parents.append(after[0])
+    for pointer in save.of(RENAMES, lambda p: p.endswith("/latest.tmp")):
+        assert pointer.begin < published.begin or all(p.before(pointer) for p in parents), "'latest' moves too early"
+    trash = f"{root}/.distckpt/trash/"
+    gone = [e for e in save.of(RENAMES, lambda p: not p.startswith(trash))
+            if e.other.startswith(trash) and published.end < e.begin]
+    for event in gone:
+        assert all(p.before(event) for p in parents), f"{event.path} moves to trash before {save.final} is durable"
+    unlinked = 0
+    for event in gone:
+        leaving = save.of(UNLINKS, lambda p, e=event: p == e.other or p.startswith(e.other + "/"))
+        for parent in (os.path.dirname(event.other), os.path.dirname(event.path)):
+            after = [e for e in save.of(SYNCS, lambda p, parent=parent: p == parent) if event.before(e)]
+            assert after and all(after[0].before(u) for u in leaving), f"{event.other} loses files before {parent} is synced"
+        unlinked += len(leaving)
+        if leaving:  # S3: the marker is the first to go, durably
+            assert leaving[0].path == f"{event.other}/commit.json", f"{leaving[0].path} goes before the marker"
+            after = [e for e in save.of(SYNCS, lambda p, e=event: p == e.other) if leaving[0].before(e)]
+            assert after and all(after[0].before(u) for u in leaving[1:]), f"{event.other}: the marker's unlink is not synced"
+    late = [e for e in save.of(WRITES, inside) if opened.begin < e.begin and e.path != marker_path]
+    assert not late, f"{late[0].path} is written to after the marker was begun"
+    return {"files": len(ends), "folders": len(folders), "gone": len(gone), "unlinked": unlinked}
+
+
+def check_all(events: list[Event], root: str, ranks: int) -> None:
+    found = saves(events, root)
+    assert [os.path.basename(save.final) for save in found] == [f"step-{step}" for step in STEPS]
+    counts = [check(save, root, ranks) for save in found]
+    assert [count["files"] for count in counts] == [2 * ranks, ranks, 2 * ranks, 2 * ranks], counts
+    assert all(count["folders"] == 3 for count in counts), counts
+    assert counts[2]["gone"] and counts[3]["gone"] and counts[2]["unlinked"] > 4, counts
+    assert "RENAME_EXCHANGE" in next(e.flags for e in events if e.path == found[3].staged and e.call == "renameat2")
+
+
+def trace(folder: Path, ranks: int) -> tuple[list[Event], str]:
+    """The events of ``tests.crash.traced`` under the root of the trace."""
+    python = os.path.realpath(sys.executable)
+    with open(python, "rb") as program:
+        assert program.read(4) == b"\x7fELF", "strace must see the interpreter, not a script that starts it"
+    root, out = str(folder / "root"), folder / "trace"
+    done = subprocess.run(
+        ["strace", "--seccomp-bpf", "-f", "-y", "-s", "1", "-o", str(out), "-e", f"trace={CALLS}", sys.executable, "-m",
+         "tests.crash.traced", root, str(ranks)], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    pids = {int(line) for line in done.stdout.split()}
+    with open(out, errors="replace") as lines:
+        events = [e for e in parse(lines) if root in (e.path, e.other) or f"{root}/" in e.path or f"{root}/" in e.other]
+    assert len(pids) == ranks
+    return events, root
+
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_system_calls_of_real_saves_come_in_the_order_that_the_promises_rest_on(tmp_path: Path, ranks: int) -> None:
+    events, root = trace(tmp_path, ranks)
+    check_all(events, root, ranks)
+    for name, mutant in MUTANTS.items():  # the same trace with a call left out or moved: the check must see it
+        changed = mutant(events, saves(events, root)[2], root)
+        assert changed != events, f"the mutant {name!r} changes nothing"
+        with pytest.raises(AssertionError):
+            check_all(changed, root, ranks)
+
+
+# -- mutants of the trace: what it would have been, had the code left a call out, or made it elsewhere -------------------
+
+def _without(events: list[Event], gone: Callable[[Event], bool]) -> list[Event]:
+    return [e for e in events if not gone(e)]
+
+
+def _moved(events: list[Event], which: Callable[[Event], bool], at: int) -> list[Event]:
+    """Those events happen just after line ``at``, between it and the next."""
+    return [replace(e, begin=at, end=at) if which(e) else e for e in events]
+
+
+def _published(save: Save) -> Event:
+    return next(e for e in save.events if e.call in RENAMES and e.path == save.staged)
+
+
+def _opened(save: Save) -> Event:
+    return next(e for e in save.events if e.path == f"{save.staged}/commit.json" and "O_CREAT" in e.flags)
+
+
+def _into_trash(save: Save) -> Event:
+    published = _published(save)
+    return next(e for e in save.events if e.call in RENAMES and "/trash/" in e.other and e.begin > published.end)
+
+
+MUTANTS: dict[str, Callable[[list[Event], Save, str], list[Event]]] = {
+    "no fsync of the data": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and "/there/" in e.path and e.path.startswith(save.staged)),
+    "no fsync of one rank's data": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and "here/shard.rank-00000" in e.path and e.path.startswith(save.staged)),
+    "no fsync of a sub-directory": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and e.path == f"{save.staged}/here"),
+    "the directories after the marker": lambda events, save, root: _moved(
+        events, lambda e: e.call in SYNCS and e.path == f"{save.staged}/there", _opened(save).end + 1),
+    "no fsync of the marker": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and e.path == f"{save.staged}/commit.json"),
+    "the marker's fsync after the rename": lambda events, save, root: _moved(
+        events, lambda e: e.call in SYNCS and e.path == f"{save.staged}/commit.json", _published(save).end + 1),
+    "no fsync of the marker's name": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and e.path == save.staged and e.begin > _opened(save).end),
+    "no fsync of the root": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and e.path == root and e.begin > _published(save).end),
+    "no fsync of the attempt's directory": lambda events, save, root: _without(
+        events, lambda e: e.call in SYNCS and e.path == save.outer and e.begin > _published(save).end),
+    "rotation before the root's fsync": lambda events, save, root: _moved(
+        events, lambda e: e is _into_trash(save), _published(save).end + 1),
+    "the pointer before the root's fsync": lambda events, save, root: _moved(
+        events, lambda e: e.other == f"{root}/latest", _published(save).end + 1),
+    "unlinks before the trash's fsync": lambda events, save, root: _moved(
+        events, lambda e: e.call in UNLINKS and e.path.startswith(_into_trash(save).other), _into_trash(save).end + 1),
+    "another file before the marker": lambda events, save, root: _moved(
+        events, lambda e: e.call in UNLINKS and e.path == f"{_into_trash(save).other}/commit.json", len(events) * 100),
+    "data written after the marker": lambda events, save, root: [
+        *events, replace(_opened(save), call="write", path=f"{save.staged}/here/late", begin=_opened(save).end + 1,
+                         end=_opened(save).end + 1)],
+}

@@ -152,9 +152,14 @@ def test_what_may_not_stand_in_a_checkpoint_ends_the_save_on_every_rank_and_lose
 
 
 def test_two_ranks_on_one_path_are_both_named(root: Path) -> None:
+    written = threading.Barrier(3)
+
     def save(manager: distckpt.CheckpointManager) -> None:
         with manager.saving(1) as files:
-            Path(files.claim("same.bin")).write_bytes(b"x")
+            path = Path(files.claim("same.bin"))
+            if manager.rank == 0:
+                path.write_bytes(b"x")
+            written.wait(10)
 
     job = Job(root, 3)
     job.start()

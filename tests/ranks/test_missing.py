@@ -222,6 +222,8 @@ def _leader_stopped(rank: int, world: int, root: str) -> float | None:
             await_(stopped.exists)
             begun = time.monotonic()
     waited = time.monotonic() - begun
+    manager._group.listener.join(5)
+    assert not manager._group.listener._thread.is_alive(), "a thread inside the store would abort the process at its end"
     Path(f"{root}.told-{rank}").touch()
     if rank == 1:
         await_(Path(f"{root}.told-2").exists)

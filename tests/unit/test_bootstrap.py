@@ -211,13 +211,16 @@ def test_every_client_knows_its_own_socket_and_the_sentry_can_cut_it() -> None:
     first = client._sentry._descriptors
     second = bootstrap._source("127.0.0.1", server.port, "t", SYSTEM)()
     assert second._sentry is not None
+    elsewhere, third = served()
     assert len(first) == 1 and len(second._sentry._descriptors) == 1 and first != second._sentry._descriptors
     client._sentry.enter(-1.0)
     await_(lambda: client._sentry is not None and not client._sentry._descriptors)
     client._sentry.leave()
     with pytest.raises(CoordinatorLost):
         client.has("a")
-    assert not second.has("a"), "the other client's line was cut"
+    with pytest.raises(CoordinatorLost):
+        second.has("a")
+    assert not third.has("a") and elsewhere is not None, "the line to another store was cut as well"
 
 
 def test_a_call_within_its_limit_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
