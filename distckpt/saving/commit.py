@@ -160,9 +160,9 @@ def _clear(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
             return
         gone = []
         for item in files.scan(owned.layout.trash(owned.generation)):
-            if item.name.endswith(REPLACED):  # published, so recovery must not put it back any more
-                aside = owned.layout.trash(owned.generation, item.name)
-                gone.append(aside.removesuffix(REPLACED))
+            aside = owned.layout.trash(owned.generation, item.name)
+            if item.name.endswith(REPLACED) and item.name.removesuffix(REPLACED).rpartition(".")[0] == name:
+                gone.append(aside.removesuffix(REPLACED))  # published, so recovery must not put it back any more
                 files.rename(aside, gone[-1])
         old = _marker_attempt(owned, os.path.join(outer, name))
         if old is not None:

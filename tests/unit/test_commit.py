@@ -291,6 +291,20 @@ def test_S13_without_exchange_the_old_one_comes_back_when_the_new_one_cannot_be_
     assert n > 5 and outcomes[-1] == "aborted" and "unknown" in outcomes, outcomes
 
 
+def test_S13_what_a_failed_replace_left_in_trash_survives_the_replace_of_another_step(memory: Lab) -> None:
+    """Step 2 cannot be put back as long as the disk is bad; tidying up after step 1 must not take it for its own leftover."""
+    files, manager = memory.boot(refuse())
+    stuck = fail(errno.EIO, 2, op="rename", path=_final(2), forever=True)
+    files.faults.append(stuck)
+    assert _outcome(manager, 2, "again", on_exists="replace") == "unknown"
+    save(manager, 1, "one again", on_exists="replace")
+    tidy(manager)
+    assert stuck.fired > 2 and memory.standing(files) == {"step-1": "one again"}
+    files.faults.remove(stuck)
+    close(manager)
+    assert memory.standing(files) == {"step-1": "one again", "step-2": "two"}
+
+
 # -- S3, S12, S14: what cannot be taken back, and what cannot be told ----------------------------------------------------
 
 def _marker(path: str) -> bool:

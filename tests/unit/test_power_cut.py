@@ -189,6 +189,7 @@ def test_whatever_a_power_cut_leaves_the_next_process_goes_on_from_the_newest(di
     run(files, cutter)
     assert cutter.cuts > 100 and cutter.states > 400
     assert standing(files, Machine().layout) == {"step-3": "three again", "step-4": "four"}
+    assert not os.path.exists(ROOT), "something went to the real file system, past the seam"
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -197,16 +198,16 @@ def test_a_power_cut_during_the_recovery_from_a_power_cut(exchange: bool) -> Non
     files = crash_disk()
     files.exchange_supported = exchange
     outer = Cutter(files, limit=24)
-    recoveries: dict[int, int] = {}
+    recoveries: set[int] = set()
     cuts = states = 0
     seen: set[object] = set()
 
     def recover_with_cuts(state: CrashFiles, story: Story) -> None:
         nonlocal cuts, states
         staged = any(path.endswith(f"/{MARKER}") and "/staging/" in path for path in state.snapshot())
-        if not staged or recoveries.get(outer.cuts, 0) == 2:
-            return  # there is nothing to roll forward or to put back, or enough of the kind was tried at this cut
-        recoveries[outer.cuts] = recoveries.get(outer.cuts, 0) + 1
+        if not staged or outer.cuts in recoveries:
+            return  # there is nothing to roll forward or to put back, or one of the kind was tried at this cut
+        recoveries.add(outer.cuts)
         cutter = Cutter(state, limit=8)
         cutter.story, cutter._seen = story, seen
         resumed = Machine(pid=300).boot(state).resume()
@@ -219,7 +220,7 @@ def test_a_power_cut_during_the_recovery_from_a_power_cut(exchange: bool) -> Non
 
     outer.examine = recover_with_cuts
     run(files, outer)
-    assert sum(recoveries.values()) > 10 and cuts > 300 and states > 300, (recoveries, cuts, states)
+    assert len(recoveries) > 10 and cuts > 300 and states > 200, (recoveries, cuts, states)
 
 
 # -- mutants: a rule of order taken out, and the same check turns red ---------------------------------------------------
