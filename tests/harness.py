@@ -117,23 +117,30 @@ class Running:
         deadline = time.monotonic() + timeout
         outcomes = [Outcome(rank) for rank in range(self.world)]
         for rank, process in enumerate(self.processes):
+            # What it returned may be larger than a pipe holds: it ends only when somebody has read it.
+            if wait([self._pipes[rank], process.sentinel], max(deadline - time.monotonic(), 0.01)):
+                self._receive(outcomes[rank])
             process.join(max(deadline - time.monotonic(), 0.01))
             if process.is_alive():
                 self._hang(timeout)
             outcomes[rank].exitcode = process.exitcode
             outcomes[rank].text = self.logs[rank].read_text() if self.logs[rank].exists() else ""
-            if wait([self._pipes[rank]], 0):
-                try:
-                    kind, value = self._pipes[rank].recv()
-                except EOFError:
-                    continue
-                if kind == "value":
-                    outcomes[rank].value = value
-                else:
-                    outcomes[rank].error = value
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)  # the logs are in the outcomes
         return outcomes
+
+    def _receive(self, outcome: Outcome) -> None:
+        pipe = self._pipes[outcome.rank]
+        if not wait([pipe], 0):
+            return
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            return  # it was killed
+        if kind == "value":
+            outcome.value = value
+        else:
+            outcome.error = value
 
     def _hang(self, timeout: float) -> None:
         for process in self.processes:

@@ -226,7 +226,7 @@ def _leader_stopped(rank: int, world: int, root: str) -> float | None:
     assert not manager._group.listener._thread.is_alive(), "a thread inside the store would abort the process at its end"
     Path(f"{root}.told-{rank}").touch()
     if rank == 1:
-        await_(Path(f"{root}.told-2").exists)
+        await_(Path(f"{root}.told-2").exists, 30)
         os.kill(int(stopped.read_text()), signal.SIGKILL)
     return waited
 
@@ -235,4 +235,4 @@ def test_a_stopped_rank_0_is_the_coordinator_lost_and_holds_nobody_for_ever(tmp_
     """Its store answers no more, as when its host went dark; TCPStore's client would wait for it without end."""
     outcomes = run(3, _leader_stopped, str(tmp_path / "root"))
     for outcome in outcomes[1:]:
-        assert outcome.ok and outcome.value < 8.0, outcome.error or outcome.text[-3000:]
+        assert outcome.ok and outcome.value < 15.0, outcome.error or outcome.text[-3000:]

@@ -77,13 +77,6 @@ def real(tmp_path: Path) -> Iterator[Lab]:
         yield Lab(fresh, machine)
 
 
-@pytest.fixture(params=["memory", "real"])
-def lab(request: pytest.FixtureRequest) -> Lab:
-    found = request.getfixturevalue(request.param)
-    assert isinstance(found, Lab)
-    return found
-
-
 def _never_synced_again(files: FaultyFiles, failed: Operation) -> None:
     """A second fsync of a file would report success over pages that the kernel has dropped."""
     for operation in files.log[failed.n:]:
@@ -148,10 +141,12 @@ def _one_fails(lab: Lab, fault: Fault, step: int, rule: str, exchange: bool) -> 
 
 
 @pytest.mark.parametrize("step, rule, exchange", [(3, "error", True), (2, "replace", True), (2, "replace", False)])
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EIO, but it happened"])
+@pytest.mark.parametrize("kind, where", [("EIO", "memory"), ("EIO", "real"), ("ENOSPC", "memory"),
+                                         ("EIO, but it happened", "memory"), ("EIO, but it happened", "real")])
 def test_the_nth_operation_fails_once_and_nothing_that_was_committed_is_lost(
-        lab: Lab, kind: str, step: int, rule: str, exchange: bool) -> None:
+        request: pytest.FixtureRequest, kind: str, where: str, step: int, rule: str, exchange: bool) -> None:
     """The last kind is a lost reply (S14)."""
+    lab: Lab = request.getfixturevalue(where)
     ends: dict[str, list[Operation]] = {}
     operation: Operation | None
     for n in itertools.count(1):
@@ -264,7 +259,8 @@ def test_S13_what_stands_under_the_final_name_is_never_overwritten(memory: Lab) 
     assert memory.standing(disk) == {"step-2": "two", "step-3": "three"}
 
 
-def test_S13_without_exchange_the_old_one_comes_back_when_the_new_one_cannot_be_published(memory: Lab) -> None:
+@pytest.mark.parametrize("settled", ["at the next start", "at the end", "at the next begin"])
+def test_S13_without_exchange_the_old_one_comes_back_when_the_new_one_cannot_be_published(memory: Lab, settled: str) -> None:
     """Every step between the two renames fails as well, in turn, and so does every step of putting it back."""
     outcomes = []
     for n in itertools.count(1):
@@ -277,23 +273,30 @@ def test_S13_without_exchange_the_old_one_comes_back_when_the_new_one_cannot_be_
         there, outcome = memory.standing(files), caught.value.outcome
         outcomes.append(outcome)
         assert there == {"step-1": "one", "step-2": "two"} or (outcome == "unknown" and there == {"step-1": "one"}), there
-        if n % 2:
-            save(manager, 3, "three")  # the next begin settles it
-        close(manager)
-        again = memory.machine.boot(files.inner)  # or the next start
-        found = memory.standing(files)
+        disk = files.inner
+        assert isinstance(disk, CrashFiles)
+        if settled == "at the next start":
+            disk = disk.after_kill()
+        elif settled == "at the next begin":
+            save(manager, 3, "three")
+        if settled != "at the next start":
+            close(manager)
+        again = memory.machine.boot(disk)
+        found = memory.standing(disk)
         assert found["step-2"] in ("two", "again") if outcome == "unknown" else found["step-2"] == "two", found
         save(again, 4, "four")
         close(again)
-        assert len(memory.standing(files)) == 2 and not unclean(files.inner, memory.machine.layout)
+        assert len(memory.standing(disk)) == 2 and not unclean(disk, memory.machine.layout)
         if not also.fired:
             break
     assert n > 5 and outcomes[-1] == "aborted" and "unknown" in outcomes, outcomes
 
 
-def test_S13_what_a_failed_replace_left_in_trash_survives_the_replace_of_another_step(memory: Lab) -> None:
+@pytest.mark.parametrize("settled", ["at the next start", "at the end"])
+def test_S13_what_a_failed_replace_left_in_trash_survives_the_replace_of_another_step(memory: Lab, settled: str) -> None:
     """Step 2 cannot be put back as long as the disk is bad; tidying up after step 1 must not take it for its own leftover."""
     files, manager = memory.boot(refuse())
+    disk = files.inner
     stuck = fail(errno.EIO, 2, op="rename", path=_final(2), forever=True)
     files.faults.append(stuck)
     assert _outcome(manager, 2, "again", on_exists="replace") == "unknown"
@@ -301,8 +304,13 @@ def test_S13_what_a_failed_replace_left_in_trash_survives_the_replace_of_another
     tidy(manager)
     assert stuck.fired > 2 and memory.standing(files) == {"step-1": "one again"}
     files.faults.remove(stuck)
-    close(manager)
-    assert memory.standing(files) == {"step-1": "one again", "step-2": "two"}
+    if settled == "at the end":
+        close(manager)
+    else:
+        assert isinstance(disk, CrashFiles)
+        disk = disk.after_kill()
+        close(memory.machine.boot(disk))
+    assert memory.standing(disk) == {"step-1": "one again", "step-2": "two"}
 
 
 # -- S3, S12, S14: what cannot be taken back, and what cannot be told ----------------------------------------------------

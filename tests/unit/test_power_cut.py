@@ -185,7 +185,7 @@ def test_whatever_a_power_cut_leaves_the_next_process_goes_on_from_the_newest(di
     """``posix``: any subset of what was not synced. ``journal``: entries survive as a prefix. ``nfs``: no exchange, no links."""
     files = crash_disk()
     files.exchange_supported = files.links_supported = disk != "nfs"
-    cutter = Cutter(files, limit=24, ordered=disk == "journal")
+    cutter = Cutter(files, limit=16, ordered=disk == "journal")
     run(files, cutter)
     assert cutter.cuts > 100 and cutter.states > 400
     assert standing(files, Machine().layout) == {"step-3": "three again", "step-4": "four"}
@@ -197,7 +197,7 @@ def test_a_power_cut_during_the_recovery_from_a_power_cut(exchange: bool) -> Non
     """S8: a recovery that is cut in its turn loses nothing either, at any of its operations."""
     files = crash_disk()
     files.exchange_supported = exchange
-    outer = Cutter(files, limit=24)
+    outer = Cutter(files, limit=16)
     recoveries: set[int] = set()
     cuts = states = 0
     seen: set[object] = set()
@@ -252,7 +252,7 @@ LIES = {
 
 def _red(*faults: Fault) -> str:
     """What the check says of the run; a test failure when it finds nothing to say."""
-    cutter = Cutter(crash_disk(), limit=24)
+    cutter = Cutter(crash_disk(), limit=16)
     with pytest.raises(Violation) as caught:
         run(cutter.disk, cutter, *faults)
     return str(caught.value)
@@ -299,7 +299,7 @@ def test_mutant_recovery_that_does_not_roll_forward_turns_the_check_red(monkeypa
     disk.exchange_supported = False
     monkeypatch.setattr(recovery, "_roll_forward", lambda *args: False)
     with pytest.raises(Violation):
-        run(disk, Cutter(disk, limit=24))
+        run(disk, Cutter(disk, limit=16))
 
 
 def _half_deleted(disk: CrashFiles) -> CrashFiles:
