@@ -44,12 +44,17 @@ if TYPE_CHECKING:
     from distckpt.payloads.members import Member
     from distckpt.payloads.shards import Shards
     from distckpt.payloads.train_state import TrainState
+    from distckpt.record import CommitRecord
+    from distckpt.steps import Todo, Tolerate
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "CheckpointManager": "distckpt.manager",
     "Timeouts": "distckpt.options",
+    "CommitRecord": "distckpt.record",
+    "Todo": "distckpt.steps",
+    "Tolerate": "distckpt.steps",
     "TrainState": "distckpt.payloads.train_state",
     "Shards": "distckpt.payloads.shards",
     "DCP": "distckpt.payloads.dcp",
@@ -64,9 +69,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Checkpoint", "CheckpointManager", "ConfigError", "CoordinationError", "CoordinatorLost", "DCP", "DiskFull",
+    "Checkpoint", "CheckpointManager", "CommitRecord", "ConfigError", "CoordinationError", "CoordinatorLost", "DCP", "DiskFull",
     "DistckptError", "IntegrityError", "KeepAll", "KeepBest", "KeepEvery", "KeepLast", "Lease", "LeaseLost",
     "MarkerError", "Member", "MemberMissing", "NoUsableCheckpoint", "RankDisagreement", "RankFailure", "RankLost",
     "RankTimeout", "ResumeError", "Root", "RootInUse", "SaveError", "Shards", "StepAlreadyExists", "StepNotFound",
-    "Timeouts", "TrainState", "WorldMismatch", "open",
+    "Timeouts", "Todo", "Tolerate", "TrainState", "WorldMismatch", "open",
 ]

@@ -181,7 +181,7 @@ class Layout:
         return self.home("journal", f"{generation}.jsonl")
 
 
-SUBDIRECTORIES = ("owner", "staging", "trash", "leases", "rejected", "journal")
+SUBDIRECTORIES = ("owner", "staging", "trash", "leases", "rejected", "journal", "requests")
 
 
 def rank_name(name: str, rank: int, world: int) -> str:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from distckpt import catalog, options, resume, start
+from distckpt.background import Background
+from distckpt.behind import Behind
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination import bootstrap
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
 from distckpt.digest import XXH3, check_algorithm
 from distckpt.errors import ConfigError, DistckptError, ResumeError
+from distckpt.launch.signals import DEFAULT, StopSignals
 from distckpt.layout import MAIN, Layout, Naming, check_series, check_step
-from distckpt.marker import check_meta, check_metrics
 from distckpt.options import Seams, Timeouts
 from distckpt.owned import OwnedRoot
 from distckpt.payloads import base
-from distckpt.payloads.base import Payload, Ranks, as_payload
+from distckpt.payloads.base import Ranks, as_payload
 from distckpt.reader import Root
 from distckpt.resume import Resumed, Wish
 from distckpt.retention import Policy
-from distckpt.saving.committer import Committer, final_name
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.committer import Committer
+from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
+from distckpt.saving.hooks import Hook, Hooks, journal_failures
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.transaction import BLOCK, Request, Transaction, refuse
+from distckpt.saving.saver import Saver
+from distckpt.saving.transaction import BLOCK
 from distckpt.series import SeriesView
+from distckpt.steps import Schedule, Todo, Tolerate, tolerated
+from distckpt.timing import Timing
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +59,9 @@ class CheckpointManager:
     else ``step-{step}``). ``keep_last``, ``keep_every``, ``keep_best`` (by ``best_metric``, ``best_mode``), or
     ``retention=KeepLast(3) | KeepBest(2, "loss")``: what stays; nothing given: nothing is ever deleted. ``on_exists``: what a
     save of a committed step does: "error", "skip", "replace". ``fingerprint``: names the model or configuration; resume
-    refuses another's. ``digest``: "xxh3-128" or None.
+    refuses another's. ``digest``: "xxh3-128" or None. ``check_staging`` (or DISTCKPT_CHECK_STAGING=1): find tensors that change
+    while a background save copies them. ``writer="process"``: background saves of Shards and per-rank members are written by a
+    process of their own, off the interpreter lock; DCP's collectives stay on a thread of this one.
 
     Use it as a context manager; it must be closed by every rank.
     """
@@ -61,7 +69,10 @@ class CheckpointManager:
     def __init__(self, root: str | os.PathLike[str], group: Any = None, *, naming: str | None = None, run_id: str | None = None,
                  fingerprint: str | None = None, keep_last: int | None = None, keep_every: int | None = None,
                  keep_best: int | None = None, best_metric: str = "loss", best_mode: str = "min",
-                 retention: Policy | None = None, on_exists: str = "error", digest: str | None = XXH3,
+                 retention: Policy | None = None, save_every: int | None = None, save_every_minutes: float | None = None,
+                 save_at_start: bool = False, on_exists: str = "error", in_flight: str = "wait",
+                 on_failure: str | Tolerate = "raise", stop_signals: Iterable[str] = DEFAULT, grace: float | None = None,
+                 digest: str | None = XXH3, check_staging: bool | None = None, writer: str = "thread",
                  timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
         self._seams = seams or Seams()
@@ -71,13 +82,18 @@ class CheckpointManager:
         self._fingerprint = fingerprint
         self._layout = Layout.at(root)
         asked = Naming.parse(naming) if naming is not None else None
+        schedule, signals, tolerate = Schedule(save_every, save_at_start), StopSignals(stop_signals), tolerated(on_failure)
+        options.choice("in_flight", in_flight, options.IN_FLIGHT)
+        options.choice("writer", writer, options.WRITERS)
+        timing = Timing(save_every_minutes, grace)
         self._pid = os.getpid()
         self._closed = False
         self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy)}
         found = self._seams.bootstrap or bootstrap.find(group, self._seams.runtime)
         self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive)
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
-                   "fingerprint": fingerprint, "naming": naming}
+                    "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
+                    "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate}
         try:
             with self._group.rounds.call("start") as call:
                 self._start = start.Start(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id)
@@ -92,6 +108,17 @@ class CheckpointManager:
             self._committer = Committer(self._owned, self._group, self._lineage, fingerprint)
             self._group.rounds.on_stacks = self._journal_stacks
             start.say_hello(self._owned, self._group, policy)
+            timing.watch(self._owned)
+        self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None)
+        self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
+                            self._algorithm, self._on_exists, lambda series: self._series[series].policy,
+                            self._hooks)
+        self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,
+                              check_staging, writer)
+        self._background = Background(self._group, found.source, self._seams.runtime, self._behind.finish, schedule, signals,
+                                      tolerate, in_flight, timing.due if self._owned is not None else None, self._leave,
+                                      self._timeouts.close)
+        self._behind.attach(self._background)
 
     # -- who and where -------------------------------------------------------------------------------------------
 
@@ -119,24 +146,89 @@ class CheckpointManager:
                               "act for its parent: use distckpt.open(root) there to read")
         if self._closed:
             raise ConfigError(f"the manager of {self.root} is closed")
+        if self._hooks.running_here:
+            raise ConfigError("an on_commit hook must not save, wait, resume or close: the other ranks are not in it; let it set "
+                              "something that the training loop acts on")
 
     def _ranks(self, strict: bool = True, only: Collection[str] | None = None) -> Ranks:
         return Ranks(self.rank, self.world, self._group.collectives, strict, only)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
+    def poll(self, step: int) -> Todo:
+        """What this step asks for: ``todo.save``, ``todo.stop``, ``todo.reason``, equal on every rank at the same call.
+
+        Call it at the top of every step, on every rank, with the number of optimizer steps done. It sends nothing and reads
+        two flags; a failed background save is raised here, once, on every rank at the same step. The first call takes the
+        stop signals over: from then on they arrive as ``todo.stop``.
+        """
+        if self._background.signals.untouched:
+            self._usable()
+            self._background.signals.install()
+        if self._behind.attention:
+            self._behind.attend()
+        return self._background.poll(step)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether no background save is in flight within ``timeout`` seconds.
+
+        Without ``timeout``, what it failed with is raised, and every rank must make this call at the same place, though
+        nothing is sent. With one the answer is local, and ranks may get different ones: it raises nothing (``poll`` will), and
+        must not steer collective code.
+        """
+        self._usable()
+        self._behind.staged()
+        if timeout is not None:
+            return self._background.wait(timeout)
+        self._background.settle()
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """What this process knows: the save in flight, failures in a row and, on rank 0, the last attempts. Local."""
+        pending = self._background.pending
+        return {"in_flight": pending.step if pending is not None else None,
+                "failures_in_a_row": self._background.failures_in_a_row,
+                **({"attempts": self._owned.status.snapshot()["attempts"]} if self._owned is not None else {})}
+
     def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
-             on_exists: str | None = None) -> SaveHandle:
+             background: bool = False, on_exists: str | None = None, staging: str = "copy") -> SaveHandle:
         """Save ``payload`` as the checkpoint of ``step`` (optimizer steps done); returns when it is committed everywhere.
 
         Collective: every rank, with the same step. ``payload``: TrainState, DCP, Shards, a mapping of those, or a state
         dict (one file per rank). ``metrics``: name to number, for ``keep_best``. ``meta``: small JSON values kept in the marker.
 
+        ``background=True`` returns as soon as the state is copied; everything may be changed then. What goes wrong later is
+        raised by ``poll`` at one step for all ranks, or by the next ``save``, ``wait`` or ``close``. With
+        ``staging="overlap"`` it returns before parameters and optimizer state are copied, and forward and backward run beside
+        that; the optimizers that ``payload`` knows wait for it before they step. Tensors that no such optimizer owns (a state
+        dict of your own) must stay as they are until ``staged`` returns.
+
         Raises on every rank alike: SaveError with the causes of all failing ranks (DiskFull, StepAlreadyExists among them),
         RankDisagreement, RankTimeout, RankLost, CoordinatorLost. After an error the checkpoints before it are untouched and
         the next save works.
         """
-        return self._save(MAIN, step, payload, metrics, meta, on_exists)
+        return self._save(MAIN, step, payload, metrics, meta, background, on_exists, staging)
+
+    def staged(self) -> None:
+        """Wait until the state of a save with ``staging="overlap"`` is copied; at once when none is being copied. Local.
+
+        Call it before anything but the optimizer changes what was saved. ``poll`` and the next ``save``, ``wait`` and
+        ``close`` do it too.
+        """
+        self._usable()
+        self._behind.staged()
+
+    def on_commit(self, hook: Hook, ranks: str = "rank0") -> Hook:
+        """Call ``hook(CommitRecord)`` for every checkpoint that is saved from now on, once it is published. Local.
+
+        ``ranks``: "rank0", or "all" for a call on every rank where it was registered. It runs after every rank has the verdict:
+        on the finaliser's thread for a background save, on the caller's otherwise, and the next save waits for it. A "rank0"
+        hook must not communicate with other ranks, which do not run it; no hook may save, wait or close. What it raises is
+        logged and journaled (``hook_failed``) and reaches nobody else.
+        """
+        self._usable()
+        self._hooks.add(hook, ranks)
+        return hook
 
     @contextmanager
     def saving(self, step: int, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
@@ -148,83 +240,41 @@ class CheckpointManager:
         exception in the block of one rank is a SaveError on every rank. With ``on_exists="skip"`` and a step that is there,
         ``files.skipped`` is true and what the block writes is thrown away.
         """
-        with self._saving(MAIN, step, BLOCK, metrics, meta, on_exists) as (files, _, _):
+        with self._saving(MAIN, step, metrics, meta, on_exists) as files:
             yield files
 
-    def _prepare(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
-                 on_exists: str | None) -> tuple[Request, Payload | None]:
-        """Everything that can be wrong on this rank before any I/O: the arguments, and a state that could not be loaded."""
-        number = check_step(step)
-        rule = self._on_exists if on_exists is None else options.choice("on_exists", on_exists, options.ON_EXISTS)
-        part = None if state is BLOCK else as_payload(state)
-        if part is not None:
-            if part.collective:
-                self._group.require_collectives()
-            part.check()
-        request = Request(step=number, series=series, on_exists=rule, name=final_name(self._naming, series, number),
-                          metrics=check_metrics(metrics), meta=check_meta(meta),
-                          collective=part is not None and part.collective, discardable=part is None)
-        return request, part
+    @contextmanager
+    def _saving(self, series: str, step: int, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
+                on_exists: str | None) -> Iterator[RankFiles]:
+        self._enter()
+        with self._saver.saving(series, step, BLOCK, metrics, meta, on_exists) as (files, _, saved):
+            yield files
+        self._saved(series, step)
+        self._hooks.run(saved.record)
+
+    def _enter(self) -> None:
+        """Before a collective call on this thread: nothing may be in flight, and what failed is raised."""
+        self._usable()
+        self._behind.staged()
+        self._background.settle()
+
+    def _saved(self, series: str, step: int) -> None:
+        if series == MAIN:
+            self._background.schedule.last = int(step)
 
     def _save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
-              on_exists: str | None) -> SaveHandle:
-        with self._saving(series, step, payload, metrics, meta, on_exists) as (files, part, outcome):
-            if not files.skipped:
-                assert part is not None
-                part.write(files, self._ranks())
-        name = outcome.get("existing") or outcome["committed"]["name"]
-        return SaveHandle(self._seams.files, self._layout.final(name), int(step), self.rank, self.world, "existing" in outcome)
-
-    @contextmanager
-    def _saving(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
-                on_exists: str | None) -> Iterator[tuple[RankFiles, Payload | None, Report]]:
-        self._usable()
-        outcome: Report = {}
-        with self._group.rounds.call("save", _shown(step)) as call:
-            try:
-                request, payload = self._prepare(series, step, state, metrics, meta, on_exists)
-            except Exception as error:  # whatever it is: every rank must hear of it, or wait for this one in vain
-                refuse(call, self._group, error, self._timeouts.arrive)
-            if self._committer is not None:
-                self._committer.prepare(request, self._series[series].policy)
-            work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
-                               algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
-                               visible=self._timeouts.visible)
-            files = work.begin({"options": self._series[series].policy.spec, "members": payload.members if payload else None})
-            if files is None:
-                assert work.go is not None
-                outcome["existing"] = work.go.existing
-                yield RankFiles(self._seams.files, "", self.rank, self.world, algorithm=None, aborted=lambda: False,
-                                skipped=True), payload, outcome
-                return
-            try:
-                self._enter(work, request.collective)
-                yield files, payload, outcome
-                self._usable()
-            except BaseException as error:
-                if os.getpid() != self._pid:
-                    raise  # a child that was forked inside the block leaves it as well, and never speaks for its parent
-                if isinstance(error, Exception):  # reported to all ranks, and raised again as the cause of the SaveError
-                    _log_own(error, request.step, self.rank)
-                    work.finish(files, error)
-                else:  # an interrupt is the caller's; the others must learn of it all the same
-                    _tell(work, files, error)
-                raise
-            outcome.update(work.finish(files, None))
-
-    def _enter(self, work: Transaction, collective: bool) -> None:
-        """This rank sees the staging directory; before a framework's collectives, every rank does."""
-        together = collective and self.world > 1
-        try:
-            work.await_staging()
-        except OSError:
-            if together:
-                work.enter_together(ready=False)
-            raise
-        if together:
-            work.enter_together(ready=True)
-        if collective:
-            self._group.collectives()
+              background: bool, on_exists: str | None, staging: str) -> SaveHandle:
+        if background:
+            self._usable()
+            handle = self._behind.save(series, step, payload, metrics, meta, on_exists, staging)
+            if not handle.skipped or handle.number:
+                self._saved(series, step)
+            return handle
+        self._enter()
+        saved = self._saver.save(series, step, payload, metrics, meta, on_exists)
+        self._saved(series, step)
+        self._hooks.run(saved.record)
+        return SaveHandle(self._seams.files, saved.path, int(step), self.rank, self.world, saved.skipped)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -241,9 +291,11 @@ class CheckpointManager:
         return self._resume(MAIN, step, verify, allow_fresh)
 
     def _resume(self, series: str, step: int | None, verify: str, allow_fresh: bool) -> Resumed:
-        self._usable()
+        self._enter()
         with self._group.rounds.call("resume") as call:
-            return self._choose(call, series, step, verify, allow_fresh, None)
+            found = self._choose(call, series, step, verify, allow_fresh, None)
+        self._background.schedule.last = found.step
+        return found
 
     def restore(self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None, strict: bool = True,
                 only: Collection[str] | None = None, verify: str = "size", allow_fresh: bool = False) -> int | None:
@@ -259,7 +311,7 @@ class CheckpointManager:
 
     def _restore(self, series: str, state: Any, step: int | None, source: str | os.PathLike[str] | None, strict: bool,
                  only: Collection[str] | None, verify: str, allow_fresh: bool) -> int | None:
-        self._usable()
+        self._enter()
         with self._group.rounds.call("restore") as call:
             try:
                 part = as_payload(state)
@@ -269,6 +321,7 @@ class CheckpointManager:
             except ConfigError as wrong:
                 call.refuse(wrong, self._timeouts.arrive)
             found = self._choose(call, series, step, verify, allow_fresh, source)
+            self._behind.learn(part)
             if found.checkpoint is None:
                 return None
             if part.collective:
@@ -280,7 +333,9 @@ class CheckpointManager:
             except Exception as raised:  # every rank ends with the round below, which raises it everywhere
                 error = raised
             resume.end_load(call, self._group, found.checkpoint, error, self._timeouts.progress)
-            return found.checkpoint.step
+        if source is None and series == MAIN:
+            self._background.schedule.last = found.checkpoint.step
+        return found.checkpoint.step
 
     def _choose(self, call: Call, series: str, step: int | None, verify: str, allow_fresh: bool,
                 source: str | os.PathLike[str] | None) -> Resumed:
@@ -359,20 +414,32 @@ class CheckpointManager:
         """
         if self._closed or os.getpid() != self._pid:
             return
+        if self._hooks.running_here:
+            self._usable()
+        behind = self._background
         try:
+            self._behind.staged()
+            behind.last_boundary()
+            if not behind.wait(self._timeouts.close):
+                raise behind.overdue(self._timeouts.close)
             with self._group.rounds.call("close") as call:
-                call.round({}, self._end, self._timeouts.close)
-        except DistckptError:
+                call.round(self._hooks.drain(), self._end, self._timeouts.close)
+        except DistckptError as error:
             self._leave()
+            behind.note_unreported(error)
             raise
         self._closed = True
+        behind.stop(min(self._timeouts.close, 30.0))
+        self._behind.close(5.0)
         if self._owned is not None:
             self._owned.close(self._timeouts.close)
         self._group.close(min(self._timeouts.close, 30.0))
+        behind.face_unreported()
 
     def _end(self, reports: dict[int, Report]) -> Report:
         """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
         assert self._owned is not None and self._committer is not None
+        journal_failures(self._owned.journal.event, reports)
         with self._owned.lock:
             try:
                 self._owned.sweep()
@@ -386,6 +453,8 @@ class CheckpointManager:
     def _leave(self) -> None:
         """Give the root back without a word to the others."""
         self._closed = True
+        self._background.stop(5.0)
+        self._behind.close(1.0)
         if self._owned is not None:
             self._owned.close(min(self._timeouts.close, 5.0))
         self._group.abandon()
@@ -398,27 +467,13 @@ class CheckpointManager:
             self.close()
         elif not self._closed and os.getpid() == self._pid:
             try:
+                self._flush_for(value)
                 self._leave()  # the others may be anywhere: no collective, and nothing may hide the exception in flight
             except (DistckptError, OSError) as error:
                 log.warning("closing after %s: %s", type(value).__name__, error)
 
-
-def _shown(step: object) -> int | None:
-    """``step`` for messages, before it is known to be one."""
-    try:
-        return check_step(step)
-    except ConfigError:
-        return None
-
-
-def _log_own(error: Exception, step: int, rank: int) -> None:
-    """The failing rank speaks first, before anything is sent: the others' errors may never arrive."""
-    if not isinstance(error, PeerFailed):
-        log.error("rank %d failed in the save of step %d: %s: %s", rank, step, type(error).__name__, error)
-
-
-def _tell(work: Transaction, files: RankFiles, error: BaseException) -> None:
-    try:
-        work.finish(files, error)
-    except DistckptError as reported:
-        log.debug("the interrupted save ended: %s", reported)
+    def _flush_for(self, value: BaseException) -> None:
+        """The save in flight ends in a known state before an exception goes on; what it failed with becomes a note."""
+        self._behind.staged()
+        self._background.wait(self._timeouts.close)
+        self._background.note_unreported(value)

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 ON_EXISTS = ("error", "skip", "replace")
 VERIFY = ("size", "digest")
+IN_FLIGHT = ("wait", "skip", "error")
+WRITERS = ("thread", "process")
 
 
 @dataclass(frozen=True)

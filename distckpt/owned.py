@@ -25,6 +25,7 @@ from distckpt.marker import Head, Marker
 from distckpt.ownership import Ownership
 from distckpt.retention import Policy
 from distckpt.runtime import Runtime
+from distckpt.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class OwnedRoot:
         self.journal = Journal(files, layout, ownership.generation, runtime)
         self.in_doubt: dict[str, str] = {}
         self.live: set[str] = set()
+        self.durations: list[float] | None = None
+        self.status = Status(files, layout, ownership.generation, runtime)
         self.no_rotation: str | None = None
         self.highest_seq = 0
         self.users = 1

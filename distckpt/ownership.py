@@ -106,6 +106,16 @@ def _in_use(layout: Layout, owner: Identity | None, generation: int, age: float)
                      age=age, generation=generation)
 
 
+def owner_now(files: Files, layout: Layout, runtime: Runtime) -> tuple[Identity | None, bool | None]:
+    """(who claimed the root last, whether they live), without waiting: None where this kernel cannot tell."""
+    top = highest(files, layout)
+    value = catalog.read_json(files, layout.owner(top)) if top else None
+    owner = Identity.from_json(value["identity"]) if value and isinstance(value.get("identity"), dict) else None
+    if top == 0 or released(files, layout, top):
+        return owner, False
+    return owner, runtime.alive(owner) if owner is not None else None
+
+
 class Ownership:
     """The right to commit and to rotate in one root, from ``claim`` to ``release``."""
 

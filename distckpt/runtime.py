@@ -5,6 +5,7 @@ Production uses ``SystemRuntime``; a simulation hands in its own, with a virtual
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -64,7 +65,9 @@ class Runtime(Protocol):
     def sleep(self, seconds: float) -> None: ...
     def event(self) -> Event: ...
     def lock(self) -> Lock: ...
-    def thread(self, name: str, target: Callable[[], None]) -> Thread: ...
+    def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread: ...
+    def lifeline(self) -> Callable[[], bool]: ...
+    def exit_now(self, code: int) -> None: ...
     def token(self, size: int) -> str: ...
     def identity(self) -> Identity: ...
     def alive(self, other: Identity) -> bool | None: ...
@@ -124,10 +127,23 @@ class SystemRuntime:
     def lock(self) -> Lock:
         return threading.RLock()
 
-    def thread(self, name: str, target: Callable[[], None]) -> Thread:
-        thread = threading.Thread(target=target, name=f"distckpt-{name}", daemon=True)
+    def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+        thread = threading.Thread(target=target, name=f"distckpt-{name}", daemon=daemon)
         thread.start()
         return thread
+
+    def lifeline(self) -> Callable[[], bool]:
+        """A test of whether the program still runs: its main thread, or the thread that calls this, which may train on after it.
+        One that the interpreter would not wait for does not count."""
+        me, main = threading.current_thread(), threading.main_thread()
+        return lambda: main.is_alive() or (me.is_alive() and not me.daemon)
+
+    def exit_now(self, code: int) -> None:
+        """End the process with ``code``, when the main thread that would have done so has ended."""
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def token(self, size: int) -> str:
         return secrets.token_hex(size)

@@ -10,7 +10,6 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.resume import Resumed
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
-from distckpt.saving.transaction import BLOCK
 
 if TYPE_CHECKING:
     from distckpt.manager import CheckpointManager
@@ -23,15 +22,15 @@ class SeriesView:
         self._manager, self.name = manager, name
 
     def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
-             on_exists: str | None = None) -> SaveHandle:
+             background: bool = False, on_exists: str | None = None, staging: str = "copy") -> SaveHandle:
         """As ``CheckpointManager.save``, into this series. Collective."""
-        return self._manager._save(self.name, step, payload, metrics, meta, on_exists)
+        return self._manager._save(self.name, step, payload, metrics, meta, background, on_exists, staging)
 
     @contextmanager
     def saving(self, step: int, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
                on_exists: str | None = None) -> Iterator[RankFiles]:
         """As ``CheckpointManager.saving``, into this series. Collective."""
-        with self._manager._saving(self.name, step, BLOCK, metrics, meta, on_exists) as (files, _, _):
+        with self._manager._saving(self.name, step, metrics, meta, on_exists) as files:
             yield files
 
     def resume(self, step: int | None = None, *, verify: str = "size", allow_fresh: bool = False) -> Resumed:

@@ -52,7 +52,7 @@ def _child(rank: int, world: int, port: int, target: Any, args: tuple[Any, ...],
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
                        # torch asks for the name of every peer's address; a name server that drops the query costs 5 s
@@ -146,7 +146,7 @@ class Running:
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGCONT)
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(process.pid, signal.SIGUSR2)
         time.sleep(1.0)  # the stacks are being written by processes that may be stuck
         for process in self.processes:
             if process.is_alive():

@@ -138,6 +138,10 @@ class Job:
         owned._open.clear()
         for manager in self.managers.values():
             manager._group.pulse.stop()
+            finaliser = manager._background._finaliser
+            finaliser._stopping = True  # nor does it wait for the end of this program, as if it were its own
+            finaliser._over.set()
+            finaliser._wake.set()
             if manager._owned is not None:
                 manager._owned.ownership._stop.set()
 

@@ -92,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
     step(pin)
     pin.add_argument("--reason", default="pinned by hand", help="shown wherever the pin is")
 
+    request = command("request-save", "request", "ask the run that writes to a root for a checkpoint now")
+    request.add_argument("--reason", default="", help="shown where the run says why it saves, as in todo.reason")
+
     unpin = command("unpin", "pins", "remove the pins of a checkpoint; leases of live readers stay", "ROOT@STEP")
     series(unpin, None, "the checkpoint's series (default: main first)")
     step(unpin)

@@ -89,7 +89,7 @@ class Group:
             if rounds.rank == 0:
                 self.pulse.stop()
                 for rank in range(self.world):
-                    rounds.caller.send(rank, "bye")
+                    rounds.caller.send(rounds.client, rank, "bye")
                 keys = [f"bye/{rank}" for rank in range(1, self.world)]
                 if keys and not rounds.client.wait(keys, timeout):
                     log.warning("not every rank said goodbye within %g s; closing the store", timeout)

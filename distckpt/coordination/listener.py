@@ -1,4 +1,4 @@
-"""One thread per rank that answers while the main thread is stuck: it sends this rank's stacks when asked.
+"""One thread per rank that answers while the main thread is stuck: its stacks when asked, and what a handler is set for.
 
 It blocks in a single wait on its next control key and costs nothing until one is written.
 """
@@ -6,6 +6,8 @@ It blocks in a single wait on its next control key and costs nothing until one i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from distckpt.coordination.store import Client, ClientSource
 from distckpt.errors import CoordinatorLost
@@ -14,6 +16,8 @@ from distckpt.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _STACKS_LIMIT = 60_000
+
+Handler = Callable[[Client, dict[str, Any]], None]
 
 
 def control_key(rank: int, number: int) -> str:
@@ -30,6 +34,8 @@ class Listener:
     def __init__(self, source: ClientSource, rank: int, runtime: Runtime) -> None:
         self._source, self._rank, self._runtime = source, rank, runtime
         self._number = 0
+        self.handlers: dict[str, Handler] = {}
+        self.on_lost: Callable[[CoordinatorLost], None] = lambda error: None
         self._thread = runtime.thread("listener", self._run)
 
     def _run(self) -> None:
@@ -42,13 +48,25 @@ class Listener:
                     continue
                 message = client.get([key])[0]
                 client.delete([key])
-                if message.get("op") == "bye":
+                op = message.get("op")
+                if op == "bye":
                     return
-                if message.get("op") == "stacks":
+                if op == "stacks":
                     client.set(stacks_key(self._rank, number), {"stacks": self._runtime.stacks()[-_STACKS_LIMIT:]})
+                elif op in self.handlers:
+                    self._handle(client, op, message)
                 self._number = number + 1
         except CoordinatorLost as error:
             log.debug("rank %d's listener ends: %s", self._rank, error)
+            self.on_lost(error)
+
+    def _handle(self, client: Client, op: str, message: dict[str, Any]) -> None:
+        try:
+            self.handlers[op](client, message)
+        except CoordinatorLost:
+            raise
+        except Exception:  # whatever it is, this rank must go on answering
+            log.exception("rank %d cannot answer %.300r", self._rank, message)
 
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
@@ -67,28 +85,30 @@ class Listener:
 
 
 class Caller:
-    """Rank 0's side: numbers the messages to each listener."""
+    """Rank 0's side: numbers the messages to each listener. Several threads send, each with its own client."""
 
-    def __init__(self, client: Client, runtime: Runtime) -> None:
-        self._client, self._runtime = client, runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._lock = runtime.lock()
         self._numbers: dict[int, int] = {}
 
-    def send(self, rank: int, op: str) -> int:
-        number = self._numbers.get(rank, 0)
-        self._numbers[rank] = number + 1
-        self._client.set(control_key(rank, number), {"op": op})
+    def send(self, client: Client, rank: int, op: str, data: dict[str, Any] | None = None) -> int:
+        with self._lock:
+            number = self._numbers.get(rank, 0)
+            self._numbers[rank] = number + 1
+        client.set(control_key(rank, number), {"op": op, **(data or {})})
         return number
 
-    def stacks(self, ranks: list[int], timeout: float = 2.0) -> dict[int, str]:
+    def stacks(self, client: Client, ranks: list[int], timeout: float = 2.0) -> dict[int, str]:
         """The stacks of those of ``ranks`` that answer within ``timeout`` seconds; a dead or stopped process does not."""
-        asked = {rank: self.send(rank, "stacks") for rank in ranks}
+        asked = {rank: self.send(client, rank, "stacks") for rank in ranks}
         deadline = self._runtime.monotonic() + timeout
         found = {}
         for rank, number in asked.items():
             key = stacks_key(rank, number)
-            while not self._client.has(key) and self._runtime.monotonic() < deadline:
+            while not client.has(key) and self._runtime.monotonic() < deadline:
                 self._runtime.sleep(0.02)
-            if self._client.has(key):
-                found[rank] = str(self._client.get([key])[0].get("stacks", ""))
-                self._client.delete([key])
+            if client.has(key):
+                found[rank] = str(client.get([key])[0].get("stacks", ""))
+                client.delete([key])
         return found

@@ -40,10 +40,11 @@ Decide = Callable[[dict[int, Report]], Report]
 class Rounds:
     """The collective calls of one group of ranks, in the order in which every rank makes them. One thread's."""
 
-    def __init__(self, client: Client, rank: int, world: int, runtime: Runtime, pulse: Pulse) -> None:
+    def __init__(self, client: Client, rank: int, world: int, runtime: Runtime, pulse: Pulse,
+                 caller: Caller | None = None) -> None:
         self.client, self.rank, self.world = client, rank, world
         self.runtime, self.pulse = runtime, pulse
-        self.caller = Caller(client, runtime)
+        self.caller = caller or Caller(runtime)
         self.on_stacks: Callable[[dict[int, str]], None] = lambda stacks: None
         self._number, self._pid = 0, os.getpid()
         self._old_keys: list[str] = []
@@ -160,7 +161,7 @@ class Call:
                            "deadline is Timeouts(arrive=..., progress=...)", missing=missing, phase=phase)
 
     def ask_for_stacks(self, watch: Watch) -> None:
-        stacks = self.rounds.caller.stacks([r for r in watch.absent() if r != 0 and r not in watch.lost])
+        stacks = self.rounds.caller.stacks(self.rounds.client, [r for r in watch.absent() if r != 0 and r not in watch.lost])
         if stacks:
             self.rounds.on_stacks(stacks)
 

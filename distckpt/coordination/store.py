@@ -38,6 +38,7 @@ class RawStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
     def num_keys(self) -> int: ...
+    def add(self, key: str, amount: int, /) -> int: ...
 
 
 def encode(value: dict[str, Any]) -> str:
@@ -125,6 +126,11 @@ class Client:
         with self._asking():
             for key in keys:
                 self._raw.delete_key(self._prefix + key)
+
+    def ticket(self, name: str) -> int:
+        """A number that nobody else gets: 0, 1, 2 ... The order of messages that several ranks send to one."""
+        with self._asking():
+            return int(self._raw.add(f"{self._prefix}ticket/{name}", 1)) - 1
 
     def key_count(self) -> int:
         """How many keys the whole store holds."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path
+from distckpt.payloads.live import Live, joined, live_of
 from distckpt.saving.files import RankFiles
 
 
@@ -67,6 +68,10 @@ class Several:
     def members(self) -> list[str]:
         return [f"{name}/{member}" for name, p in self._payloads.items() for member in p.members or [""]]
 
+    @property
+    def inner(self) -> list[Payload]:
+        return list(self._payloads.values())
+
     def check(self) -> None:
         for payload in self._payloads.values():
             payload.check()
@@ -75,10 +80,66 @@ class Several:
         for name, payload in self._payloads.items():
             payload.write(files.below(name), ranks)
 
+    def tree(self) -> Any:
+        return {name: stageable(payload).tree() for name, payload in self._payloads.items()}
+
+    def live(self) -> Live:
+        return joined(live_of(payload) for payload in self._payloads.values())
+
+    def of(self, tree: Any) -> Payload:
+        return Several({name: stageable(payload).of(tree[name]) for name, payload in self._payloads.items()})
+
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, payload in self._payloads.items():
             if ranks.only is None or name in ranks.only:
                 payload.load(checkpoint.below(name), replace(ranks, only=None))
+
+
+@runtime_checkable
+class Stageable(Protocol):
+    """A payload that can be saved in the background: ``tree`` is its state as it is now, nested dicts and lists with tensors;
+    ``of(tree)`` is a payload that writes the same files from a copy of that."""
+
+    def tree(self) -> Any: ...
+    def of(self, tree: Any) -> Payload: ...
+
+
+def stageable(payload: Payload) -> Stageable:
+    """``payload``, or the ConfigError that says what it lacks for a background save."""
+    if not isinstance(payload, Stageable):
+        raise ConfigError(f"a {type(payload).__name__} cannot be saved in the background: it lacks tree() and of(tree); save it "
+                          "with background=False")
+    return payload
+
+
+class Parts:
+    """The staged parts of a state that writes them side by side, as one payload."""
+
+    def __init__(self, parts: Mapping[str, Payload], collective: bool, members: list[str]) -> None:
+        self._parts, self._collective, self._members = dict(parts), collective, members
+
+    @property
+    def collective(self) -> bool:
+        return self._collective
+
+    @property
+    def members(self) -> list[str]:
+        return self._members
+
+    @property
+    def inner(self) -> list[Payload]:
+        return list(self._parts.values())
+
+    def check(self) -> None:
+        for part in self._parts.values():
+            part.check()
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        for part in self._parts.values():
+            part.write(files, ranks)
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        raise ConfigError("a staged copy is written, not loaded into")
 
 
 def check_only(payload: Payload, only: Collection[str] | None) -> None:

@@ -26,7 +26,8 @@ from torch.futures import Future
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
 from distckpt.payloads import optim
-from distckpt.payloads.base import Ranks
+from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
 
 _METADATA = ".metadata"
@@ -125,12 +126,22 @@ class DCP:
         return state
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        state, held = _try(lambda: self._state(self.parts, lambda: optim.state_of(self._model, self._optimizers)))
+        state, held = _try(self.tree)
         try:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
+
+    def live(self) -> Live:
+        values = [*([self._model] if self._model is not None else []), *self._optimizers, *self._extra.values()]
+        return joined(of_value(value) for value in values)
+
+    def tree(self) -> dict[str, Any]:
+        return self._state(self.parts, lambda: optim.state_of(self._model, self._optimizers))
+
+    def of(self, tree: Any) -> Payload:
+        return _Staged(tree)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         wanted = [name for name in self.parts if ranks.only is None or name in ranks.only]
@@ -160,6 +171,17 @@ class DCP:
                 value.load_state_dict(state[name])
             elif not hasattr(value, "copy_"):
                 self._extra[name] = state[name]
+
+
+class _Staged(DCP):
+    """A copy of a state, on its way to disk."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        super().__init__(state={})
+        self._tree = tree
+
+    def tree(self) -> dict[str, Any]:
+        return self._tree
 
 
 def _try(make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Exception | None]:

@@ -10,11 +10,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
 from distckpt.payloads import loadable, torchfile
 from distckpt.payloads.base import Ranks
+from distckpt.payloads.live import Live, of_value
 from distckpt.payloads.rng import Rng
 from distckpt.saving.files import RankFiles
 
@@ -35,6 +38,19 @@ class Member:
         if not callable(on_world_change) and on_world_change not in ("error", "rank0", "drop"):
             raise ConfigError(f"on_world_change must be 'error', 'rank0', 'drop' or a function, not {on_world_change!r}")
         self.value, self.rule = value, on_world_change
+
+
+class _Frozen:
+    """A member's state, copied."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ConfigError("a staged copy is written, not loaded into")
 
 
 class Members:
@@ -69,6 +85,18 @@ class Members:
         files.note("members", self.members)
         with files.writer(_FILE) as out:
             torchfile.write(self._states(), out)
+
+    def live(self) -> Live:
+        """All of it may change at any time (a loader's position does, in the forward pass), so nothing is left for later. Of
+        other objects nothing is asked before a save: their ``state_dict`` may be slow."""
+        known = [of_value(m.value) for m in self._members.values() if isinstance(m.value, (dict, torch.nn.Module, Rng))]
+        return Live(moving=[t for part in known for t in (*part.steady, *part.moving)])
+
+    def tree(self) -> Any:
+        return self._states()
+
+    def of(self, tree: Any) -> Members:
+        return Members({name: _Frozen(state) for name, state in tree.items()})
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         wanted = [n for n in self._members if ranks.only is None or n in ranks.only]

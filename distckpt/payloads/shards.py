@@ -13,6 +13,7 @@ from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path
 from distckpt.payloads import loadable, torchfile
 from distckpt.payloads.base import Ranks
+from distckpt.payloads.live import Live, of_value
 from distckpt.saving.files import RankFiles
 
 _SUFFIX = {"torch": "pt", "safetensors": "safetensors"}
@@ -35,6 +36,7 @@ class Shards:
         if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
             raise ConfigError(f"Shards takes a dict or an object with state_dict(), not {type(state).__name__}")
         self._state, self._format = state, format
+        self._name = name
         self._file = check_member_path(f"{name}.{_SUFFIX[format]}")
 
     def _value(self) -> Any:
@@ -63,6 +65,15 @@ class Shards:
             return
         with files.writer(self._file) as out:
             torchfile.write(value, out)
+
+    def live(self) -> Live:
+        return of_value(self._state)
+
+    def tree(self) -> Any:
+        return self._value()
+
+    def of(self, tree: Any) -> Shards:
+        return Shards(tree, self._name, self._format)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         path = checkpoint.mine(self._file)

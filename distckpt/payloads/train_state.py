@@ -9,8 +9,9 @@ import torch.distributed as dist
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination.bootstrap import alone
 from distckpt.errors import ConfigError
-from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.base import Parts, Payload, Ranks, stageable
 from distckpt.payloads.dcp import DCP
+from distckpt.payloads.live import Live, joined, live_of
 from distckpt.payloads.members import Member, Members
 from distckpt.payloads.rng import Rng
 from distckpt.payloads.shards import Shards
@@ -81,6 +82,16 @@ class TrainState:
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         for part in self._parts().values():
             part.write(files, ranks)
+
+    def live(self) -> Live:
+        return joined(live_of(part) for part in self._parts().values())
+
+    def tree(self) -> Any:
+        return {name: stageable(part).tree() for name, part in self._parts().items()}
+
+    def of(self, tree: Any) -> Payload:
+        staged = {name: stageable(part).of(tree[name]) for name, part in self._parts().items()}
+        return Parts(staged, self.collective, self.members)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, part in self._parts().items():

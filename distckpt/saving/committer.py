@@ -16,6 +16,7 @@ from distckpt.marker import FileEntry, Head, Marker
 from distckpt.owned import OwnedRoot
 from distckpt.retention import Policy
 from distckpt.saving.commit import commit
+from distckpt.saving.hooks import journal_failures
 from distckpt.saving.lineage import Lineage
 from distckpt.saving.transaction import Go, Request, raise_failures, save_error
 
@@ -61,6 +62,7 @@ class Committer:
     def begin(self, reports: dict[int, Report]) -> Report:
         """Who may write where. Every rank left the attempts before this one, so their remains are swept first (S21)."""
         request = self.request
+        journal_failures(self.owned.journal.event, reports)
         raise_failures(request.step, reports, self.group.world)
         require_same(reports, {"step": "the step", "series": "the series", "on_exists": "on_exists",
                                "collective": "whether the payload runs collectives", "options": "the manager's options",
@@ -90,6 +92,7 @@ class Committer:
             except OSError:
                 owned.remove_attempt(attempt)  # nobody else has heard of it
                 raise
+            owned.status.note(attempt, "pending", step=request.step, series=request.series)
             owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq)
         go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replace, discard=discard,
                 existing=existing)
@@ -212,7 +215,8 @@ class Committer:
             return [], (0, "no rank wrote anything; an empty checkpoint is not one")
         return unclaimed, None
 
-    def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]]) -> Report:
+    def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]],
+               slowest: tuple[int, float]) -> Report:
         """Marker, publish; the committed verdict, or the SaveError that says aborted or unknown."""
         owned, request, lineage = self.owned, self.request, self.lineage
         assert self._policy is not None
@@ -235,11 +239,19 @@ class Committer:
         self.series_committed.add(request.series)
         self._sizes[request.series] = found.size
         seconds = owned.runtime.monotonic() - self._began
+        blocked, behind = (seconds, 0.0) if request.blocked is None else (request.blocked, seconds)
+        owned.status.note(go.attempt, "committed", name=go.name)
+        if owned.durations is not None:
+            owned.durations = [*owned.durations[-199:], seconds]
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
-                            seq=go.seq, bytes=found.size, files=len(entries), seconds=round(seconds, 3))
-        log.info("committed %s: step %d, %d ranks, %d files, %s in %.2f s", go.name, request.step, self.group.world,
-                 len(entries), human.size(found.size), seconds)
-        return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq}}
+                            seq=go.seq, bytes=found.size, files=len(entries), seconds=round(seconds, 3),
+                            blocked=round(blocked, 3), background=round(behind, 3), slowest_rank=slowest[0],
+                            slowest_seconds=round(slowest[1], 3))
+        log.info("committed %s: step %d, %d ranks, %d files, %s; training was blocked for %.2f s, %.2f s went in the background, "
+                 "rank %d was the slowest with %.2f s", go.name, request.step, self.group.world, len(entries),
+                 human.size(found.size), blocked, behind, *slowest)
+        return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq, "bytes": found.size,
+                              "files": len(entries), "slowest": list(slowest)}}
 
     def after_commit(self, go: Go) -> None:
         """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
@@ -259,6 +271,7 @@ class Committer:
     def aborted(self, go: Go, error: DistckptError, swept: bool) -> None:
         """Every rank that could be told was told; the space comes back now if all writers have returned."""
         self.owned.live.discard(go.attempt)
+        self.owned.status.note(go.attempt, "failed", error=str(error)[:2000])
         self.owned.journal.event("aborted", step=self.request.step, attempt=go.attempt, error=str(error)[:2000])
         if swept:
             with self.owned.lock:

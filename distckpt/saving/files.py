@@ -23,8 +23,17 @@ class PeerFailed(Exception):
 
 
 @dataclass
+class Written:
+    """A file that the writer process wrote, synced and closed for this rank."""
+
+    size: int
+    digest: str | None
+    durable: bool = True
+
+
+@dataclass
 class _Claim:
-    writer: PieceWriter | None = None
+    writer: PieceWriter | Written | None = None
 
 
 class PieceWriter:
@@ -130,7 +139,7 @@ class RankFiles:
         if parent is None:
             self._claims: dict[str, _Claim] = {}
             self.open_ended = False
-            self.bytes_written = 0
+            self.bytes_written = self.elsewhere = 0
             self.notes: dict[str, Any] = {}
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -210,11 +219,26 @@ class RankFiles:
         for depth in range(1, len(parts) + 1):
             make_dir(self._files, os.path.join(self._directory, *parts[:depth]))
 
+    # -- for the writer process ----------------------------------------------------------------------------------
+
+    @property
+    def algorithm(self) -> str | None:
+        return self._algorithm
+
+    def written(self) -> list[tuple[str, int, str | None]]:
+        """The child's: (path, size, digest) of what was written; size -1 for a file that somebody else's code wrote."""
+        return [(relative, claim.writer.size, claim.writer.digest) if claim.writer is not None else (relative, -1, None)
+                for relative, claim in self._top._claims.items()]
+
+    def adopt(self, relative: str, size: int, digest: str | None) -> None:
+        """The parent's: take over what the child wrote. It is measured again with the rest."""
+        self._top._claims[check_member_path(relative)] = _Claim(Written(size, digest) if size >= 0 else None)
+
     # -- for the transaction -------------------------------------------------------------------------------------
 
     def written_bytes(self) -> int:
         """Bytes on disk of what this rank claimed; any thread may ask."""
-        total = 0
+        total = self._top.elsewhere
         for relative in list(self._top._claims):
             try:
                 total += self._files.stat(os.path.join(self._directory, relative)).size

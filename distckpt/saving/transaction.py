@@ -49,6 +49,7 @@ class Request:
     name: str
     collective: bool = False
     discardable: bool = False
+    blocked: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -133,6 +134,7 @@ class Transaction:
         self.go: Go | None = None
         self._directory = ""
         self._decision = ""
+        self._writing = 0.0
 
     # -- begin ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +187,7 @@ class Transaction:
                                            "storage that all hosts share?", self._directory)
             self._runtime.sleep(pause)
             pause = min(pause * 2, 1.0)
+        self._writing = self._runtime.monotonic()
         self._pulse.phase("write")
 
     def enter_together(self, ready: bool) -> None:
@@ -220,7 +223,8 @@ class Transaction:
             report = {"failure": asdict(failure)}
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
-            report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes}
+            report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,
+                      "seconds": round(self._runtime.monotonic() - self._writing, 6)}
         if go.discard:
             return self._discard(go, failure, error)
         try:
@@ -267,7 +271,8 @@ class Transaction:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
-                verdict: Report = self._committer.commit(go, acked, {r: rep.get("notes", {}) for r, rep in reports.items()})
+                verdict: Report = self._committer.commit(go, acked, {r: rep.get("notes", {}) for r, rep in reports.items()},
+                                                         _slowest(reports))
             else:
                 self._client.claim(self._decision, {"aborted": None})
                 raise problem
@@ -447,6 +452,13 @@ class Transaction:
             if error is None:
                 raise
             raise raised from error
+
+
+def _slowest(reports: dict[int, Report]) -> tuple[int, float]:
+    """(rank, seconds) of the one that took longest to write its files and make them durable."""
+    seconds = {rank: float(report.get("seconds", 0.0)) for rank, report in reports.items()}
+    rank = max(seconds, key=lambda r: (seconds[r], -r))
+    return rank, seconds[rank]
 
 
 def _never(reports: dict[int, Report]) -> Report:

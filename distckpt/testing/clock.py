@@ -145,7 +145,13 @@ class VirtualRuntime:
     def lock(self) -> Lock:
         return threading.RLock()
 
-    def thread(self, name: str, target: Callable[[], None]) -> Thread:
+    def lifeline(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def exit_now(self, code: int) -> None:
+        raise AssertionError(f"the process would have ended with {code}")
+
+    def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
         thread = VirtualThread(self, name, target)
         self.threads.append(thread)
         return thread

@@ -218,7 +218,7 @@ def test_the_files_it_points_to_exist() -> None:
 def test_the_commands_and_exit_codes_are_the_commands_own() -> None:
     action = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     section = README.partition("## The command")[2].partition("## What stays")[0]
-    lines = re.findall(r"^distckpt ([\w, ]+?)(?= +(?:\[|ROOT|NAME))", section, re.M)
+    lines = re.findall(r"^distckpt ([\w, -]+?)(?= +(?:\[|ROOT|NAME))", section, re.M)
     assert {name for line in lines for name in line.split(", ")} == set(action.choices)
     codes = {int(code) for code in re.findall(r"^\| (\d) \|", section, re.M)}
     assert codes == {exits.OK, exits.FAILED, exits.USAGE, exits.NO_CHECKPOINT, exits.NONE_USABLE, exits.DAMAGED, exits.IN_USE}

@@ -1,0 +1,254 @@
+"""One step for all: news that reaches one rank is acted on by every rank at the same boundary.
+
+Boundaries are counted, not named by step: the n-th ``poll``, with ``close`` as the last. In peace ``poll`` adds one to a
+number and reads one flag. News goes to rank 0, which announces a *freeze*; each rank's listener closes its gate and
+answers with the last boundary that its training thread passed; rank 0 announces *act at max + 1*, and the gates open.
+
+Why nobody can be past that boundary (S17): ``poll`` publishes its ordinal and then reads the flag, the listener sets the
+flag and then reads the ordinal. So a thread that got by unseen is in the answer, and one that is not in the answer
+stands at its gate, one boundary further at most, which is not beyond max + 1. (tests/unit/test_gate.py)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distckpt.coordination.listener import Caller
+from distckpt.coordination.rounds import by_value
+from distckpt.coordination.store import Client, ClientSource
+from distckpt.errors import CoordinatorLost, DistckptError, RankDisagreement, RankLost, RankTimeout, to_wire
+from distckpt.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+ANSWER = 5.0
+RETRY = 1.0
+AT_CLOSE = 1 << 53
+_LOOKS = 10
+
+
+@dataclass(frozen=True)
+class Act:
+    """What every rank does at one boundary. ``kind``: "failed", "error", "stop", "save" or "ended"."""
+
+    kind: str
+    reason: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "reason": self.reason, "data": self.data}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Act:
+        return cls(str(value["kind"]), str(value.get("reason", "")), dict(value.get("data") or {}))
+
+
+class Gate:
+    """One rank's gate. The training thread puts up its new ``place``, then reads ``flag`` and, if it is set, asks what is
+    ``due``; the rest is the listener's. ``place`` is (ordinal, step), one object, so that nobody sees half of it.
+
+    ``limit``: seconds after which a gate that nobody opens is an error; a rank 0 that was stopped must not stop the others.
+    """
+
+    def __init__(self, runtime: Runtime, limit: float = 600.0) -> None:
+        self.place: tuple[int, Any] = (0, None)
+        self._limit = limit
+        self.flag = False
+        self.closing = False
+        self.lost: CoordinatorLost | None = None
+        self._lock = runtime.lock()
+        self._open = runtime.event()
+        self._open.set()
+        self._acts: list[tuple[int, Act]] = []
+
+    # -- the training thread -------------------------------------------------------------------------------------
+
+    def due(self) -> list[Act]:
+        """What is due at the present boundary, after the gate is open again. Waits only while a freeze is answered."""
+        if not self._open.wait(self._limit):
+            raise RankTimeout(f"poll: rank 0 stopped all ranks at this boundary and has not said for {self._limit:g} s what to "
+                              "do: its process is stopped, or cannot be reached", missing={0: None}, phase="freeze")
+        with self._lock:
+            if self.lost is not None:
+                raise self.lost
+            ordinal = self.place[0]
+            due = [act for at, act in self._acts if at <= ordinal]
+            self._acts = [(at, act) for at, act in self._acts if at > ordinal]
+            self.flag = bool(self._acts) or not self._open.is_set()
+        return due
+
+    def again(self, acts: list[Act]) -> None:
+        """Do these at the next boundary: a failure was raised first, on every rank alike."""
+        if acts:
+            with self._lock:
+                self._acts = [(self.place[0] + 1, act) for act in acts] + self._acts
+                self.flag = True
+
+    # -- the listener --------------------------------------------------------------------------------------------
+
+    def freeze(self) -> dict[str, Any]:
+        """Close the gate, then read where the training thread is: in this order (S17)."""
+        with self._lock:
+            self.flag = True
+            self._open.clear()
+            ordinal, step = self.place
+        return {"ordinal": ordinal, "step": int(step) if hasattr(step, "__index__") else None, "closing": self.closing}
+
+    def act(self, at: int, act: Act) -> None:
+        with self._lock:
+            self.flag = True
+            self._acts.append((at, act))
+            self._open.set()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.flag = bool(self._acts) or self.lost is not None
+            self._open.set()
+
+    def lose(self, error: CoordinatorLost) -> None:
+        """Rank 0 is gone: nothing will open this gate any more, so it opens by itself and says so."""
+        with self._lock:
+            self.flag, self.lost = True, error
+            self._open.set()
+
+
+def news_key(number: int) -> str:
+    return f"news/{number}"
+
+
+def answer_key(freeze: int, rank: int) -> str:
+    return f"freeze/{freeze}/{rank}"
+
+
+def post(client: Client, act: Act) -> None:
+    """Tell rank 0. Any rank, any thread with a client of its own."""
+    client.set(news_key(client.ticket("news")), act.to_json())
+
+
+class Gatekeeper:
+    """Rank 0's thread: takes news in order, one freeze at a time, until told to end.
+
+    ``gone`` tells of a rank whether its process is known to have ended: it is not asked, and the others hear of it.
+    """
+
+    def __init__(self, source: ClientSource, caller: Caller, world: int, runtime: Runtime,
+                 gone: Callable[[int], bool] = lambda rank: False) -> None:
+        self._source, self._caller, self._world, self._runtime, self._gone = source, caller, world, runtime, gone
+        self._freezes = 0
+        self._failed: set[int] = set()
+        self._stopping = False
+        self.ending = False
+        self._thread = runtime.thread("gatekeeper", self._run)
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            client = self._source()
+            while True:
+                key = news_key(number)
+                if not client.wait([key], None):
+                    continue
+                value = client.get([key])[0]
+                client.delete([key])
+                number += 1
+                if value.get("kind") == "bye":
+                    return
+                try:
+                    act = Act.from_json(value)
+                    if not self._known(act):
+                        self._agree(client, act)
+                except CoordinatorLost:
+                    raise
+                except Exception:  # whatever it is: no rank may be left standing at its gate
+                    log.exception("news could not be agreed on: %.300r", value)
+                    self._tell(client, "cancel", {"freeze": self._freezes - 1}, set())
+        except CoordinatorLost as error:
+            log.debug("the gatekeeper ends: %s", error)
+
+    def _known(self, act: Act) -> bool:
+        """Whether this is agreed already: a second signal, or a failure of which another rank has told."""
+        if act.kind == "stop":
+            known, self._stopping = self._stopping, True
+            return known
+        if act.kind == "failed":
+            known = act.data["number"] in self._failed
+            self._failed.add(act.data["number"])
+            return known
+        return False
+
+    def _agree(self, client: Client, act: Act) -> None:
+        """Freeze, collect, announce. Without all answers in time the freeze is cancelled and tried again (S18)."""
+        absent: set[int] = set()
+        while True:
+            number, self._freezes = self._freezes, self._freezes + 1
+            absent |= {rank for rank in range(self._world) if rank not in absent and self._gone(rank)}
+            self._tell(client, "freeze", {"freeze": number}, absent)
+            keys = {rank: answer_key(number, rank) for rank in range(self._world) if rank not in absent}
+            if self._collect(client, list(keys.values())):
+                answers = dict(zip(keys, client.get(list(keys.values())), strict=True))
+                client.delete(list(keys.values()))
+                act = self._with_doubts(act, answers, absent)
+                at = _boundary(answers)
+                self._tell(client, "act", {"at": at, "act": act.to_json()}, absent)
+                log.debug("all ranks act at boundary %d: %s (%s)", at, act.kind, act.reason)
+                return
+            silent = [rank for rank, key in keys.items() if not client.has(key)]
+            self._tell(client, "cancel", {"freeze": number}, absent)
+            if self.ending:
+                return
+            log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)
+            absent |= {rank for rank in silent if client.has(f"bye/{rank}")}
+            self._runtime.sleep(RETRY)
+
+    def _tell(self, client: Client, op: str, data: dict[str, Any], absent: set[int]) -> None:
+        for rank in range(self._world):
+            if rank not in absent:
+                self._caller.send(client, rank, op, data)
+
+    def _collect(self, client: Client, keys: list[str]) -> bool:
+        for _ in range(_LOOKS):
+            if client.wait(keys, ANSWER / _LOOKS):
+                return True
+            if self.ending:
+                break
+        return False
+
+    def _with_doubts(self, act: Act, answers: dict[int, dict[str, Any]], absent: set[int]) -> Act:
+        """``act``, or in its place the error that makes it impossible. A failed save stays one."""
+        error = _lost(absent) if absent else _different_steps(answers)
+        if error is None or act.kind == "failed":
+            return act
+        return Act("error", act.reason, {"error": to_wire(error)})
+
+
+def _boundary(answers: dict[int, dict[str, Any]]) -> int:
+    """The first one that every rank can still reach. With a rank in ``close`` there is none but the end, where every rank
+    faces what has failed: the others must not leave by an exception while that one waits for them in its last round."""
+    if any(answer["closing"] for answer in answers.values()):
+        return AT_CLOSE
+    return max(int(answer["ordinal"]) for answer in answers.values()) + 1
+
+
+def _lost(absent: set[int]) -> DistckptError:
+    ranks = ", ".join(map(str, sorted(absent)[:8])) + (" ..." if len(absent) > 8 else "")
+    return RankLost(f"poll: rank {ranks} has left this run and takes no further part in saves; its own log says why. The other "
+                    "ranks are fine; restart the job to resume", missing=dict.fromkeys(sorted(absent)), phase="poll")
+
+
+def _different_steps(answers: dict[int, dict[str, Any]]) -> DistckptError | None:
+    """Ranks that made equally many polls, with different steps: they do not poll at the same places (S17)."""
+    steps: dict[int, dict[int, Any]] = {}
+    for rank, answer in answers.items():
+        if not answer["closing"] and answer["step"] is not None:
+            steps.setdefault(int(answer["ordinal"]), {})[rank] = answer["step"]
+    for ordinal, values in sorted(steps.items()):
+        if len(set(values.values())) > 1:
+            return RankDisagreement(f"poll: ranks gave different steps to call {ordinal} of poll: {by_value(values)}; every rank "
+                                    "must poll at the same places, with the same step", values=values)
+    return None

@@ -1,0 +1,1 @@
+"""How a job is started and told to stop."""

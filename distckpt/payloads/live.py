@@ -1,0 +1,90 @@
+"""What a payload knows of its tensors while training runs, found without collectives and without side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distckpt.saving.arena import size_of
+from distckpt.saving.staging import pointer, tensors_of
+
+
+@dataclass
+class Live:
+    """``steady`` tensors change only in a step of ``optimizers`` (with none: when the caller says so); ``moving`` ones at any
+    time, as a buffer does in the forward pass. ``complete``: no tensor is missing that a first step will make."""
+
+    steady: list[torch.Tensor] = field(default_factory=list)
+    moving: list[torch.Tensor] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    complete: bool = True
+
+    @property
+    def size(self) -> int:
+        """Bytes of an arena for them."""
+        return size_of([*self.steady, *self.moving])
+
+    @property
+    def pointers(self) -> set[int]:
+        """The memory that may still be copied while a step runs. Empty when an optimizer cannot be made to wait for it."""
+        if not all(hasattr(o, "register_step_pre_hook") for o in self.optimizers):
+            return set()
+        return {pointer(t) for t in self.steady} - {pointer(t) for t in self.moving} - {0}
+
+
+@runtime_checkable
+class Knowing(Protocol):
+    """A payload that can say so. One that cannot is saved in the background all the same: its first copy meets cold memory,
+    and nothing of it is left for later."""
+
+    def live(self) -> Live: ...
+
+
+def live_of(payload: Any) -> Live | None:
+    return payload.live() if isinstance(payload, Knowing) else None
+
+
+def joined(parts: Iterable[Live | None]) -> Live:
+    whole = Live()
+    for part in parts:
+        if part is None:
+            continue
+        whole.steady += part.steady
+        whole.moving += part.moving
+        whole.optimizers += part.optimizers
+        whole.complete = whole.complete and part.complete
+    return whole
+
+
+def of_value(value: Any) -> Live:
+    """Of a state dict, a module, an optimizer, or anything with ``state_dict``."""
+    if isinstance(value, torch.nn.Module):
+        return _of_module(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _of_optimizer(value)
+    if isinstance(value, (Mapping, torch.Tensor)):
+        return Live(steady=tensors_of(dict(value) if isinstance(value, Mapping) else value))
+    return Live(moving=tensors_of(value.state_dict())) if hasattr(value, "state_dict") else Live()
+
+
+def _of_module(module: torch.nn.Module) -> Live:
+    found = Live(steady=[_local(p) for _, p in module.named_parameters(remove_duplicate=False)])
+    for inner in module.modules():
+        passing = inner._non_persistent_buffers_set
+        found.moving += [_local(b) for name, b in inner._buffers.items() if b is not None and name not in passing]
+    return found
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Live:
+    """An optimizer makes its state in its first step, and a few make none at all."""
+    state = dict(enumerate(optimizer.state.values()))
+    return Live(steady=tensors_of(state), optimizers=[optimizer], complete=bool(state))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
