@@ -2,11 +2,12 @@
 
 Nothing in the library knows of this file: two points are reached through the library's own seams (``Seams``), the first
 write through Python's audit hook, because the first file of a rank is written by DCP itself. Just before it dies, the
-rank notes where it stood, for the story.
+rank notes where it stood, for the story. A fourth point kills nobody: the disk is full there.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from distckpt.testing import faults
 
 @dataclass
 class Doom:
-    """``rank`` dies at ``point`` ("write", "fsync" or "ack") of the save of ``step``, leaving a ``note``."""
+    """``rank`` dies at ``point`` ("write", "fsync" or "ack") of the save of ``step``, leaving a ``note``. At "full" it lives."""
 
     rank: int
     point: str
@@ -58,6 +59,9 @@ class Doom:
             trap = faults.call(lambda operation: self.die(os.path.basename(operation.path)), op=("fsync", "fsync_file"),
                                path=lambda path: self._in_save(path) and path.endswith(".distcp"))
             return Seams(files=faults.FaultyFiles(REAL, trap))
+        if self.point == "full":  # only where no small disk of its own can be had: the story says so
+            return Seams(files=faults.FaultyFiles(REAL, faults.fail(errno.ENOSPC, op=("fsync", "fsync_file"), path=self._in_save,
+                                                                    forever=True)))
         found = bootstrap.find(None, SYSTEM)
         return Seams(bootstrap=replace(found, source=lambda: _Watched(found.source(), self)))  # type: ignore[arg-type, return-value]
 

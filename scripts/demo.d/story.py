@@ -1,4 +1,5 @@
-"""The demo's story: one run without interruption, the same run killed three times inside a save, and the comparison.
+"""The demo's story: one run without interruption, the same run killed three times inside a save, the comparison, and a disk
+that fills up behind the training.
 
 Plays the scheduler: it starts torchrun, sees it end, looks at what stands in the root, and starts it again.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,7 @@ RANKS, STEPS, EVERY, KEEP = 2, 60, 10, 2
 DOOMS = ("1:write:20", "0:fsync:30", "1:ack:50")
 POINTS = {"write": "as it opens its first file ({}) to write", "fsync": "at the fsync of its part of the model ({})",
           "ack": "right after its ack ({} durable)"}
+PRIVATE = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
 LIFE_LIMIT = 300.0
 
 
@@ -46,12 +49,15 @@ class Run:
     root: Path
     out: Path
 
-    def live(self, life: int, doom: str = "") -> tuple[int, Path]:
-        """One life of the job, as a scheduler would start it: (exit code, its log)."""
+    def live(self, life: int, doom: str = "", before: str = "", after: str = "") -> tuple[int, Path]:
+        """One life of the job, as a scheduler would start it: (exit code, its log). With ``before`` (shell) it runs on mounts of
+        its own, which vanish with it; ``after`` is run at its end."""
         log = self.out / f"life-{life}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
                    "--max-restarts=0", str(HERE / "train.py"), f"--root={self.root}", f"--out={self.out}", f"--steps={STEPS}",
                    f"--save-every={EVERY}", f"--keep-last={KEEP}", f"--life={life}", f"--doom={doom}"]
+        if before:
+            command = [*PRIVATE, "sh", "-c", f"{before} && {{ {shlex.join(command)}; code=$?; {after}; exit $code; }}"]
         with open(log, "w") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
                                        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
@@ -158,7 +164,7 @@ def reference(run: Run) -> None:
 def interrupted(run: Run) -> None:
     began = time.monotonic()
     say()
-    say("2. The same run, one rank killed (SIGKILL) inside a save, three times")
+    say("2. The same run, one rank killed (SIGKILL) inside a background save, three times")
     events, last, allowed = 0, 0, {0}
     for life, doom in enumerate((*DOOMS, ""), 1):
         words = run.out / "last-words.json"
@@ -175,15 +181,16 @@ def interrupted(run: Run) -> None:
         if not words.exists() or code == 0:
             raise Failed(f"rank and point {doom} were never reached (exit code {code})", log)
         death = json.loads(words.read_text())
-        last = death["step"]
+        last = max(run.losses())
+        at = death["step"]
         # Before its ack a rank has promised nothing and the save is off; after it, rank 0 may have committed already.
-        allowed = {last - EVERY, last} if death["point"] == "ack" else {last - EVERY}
+        allowed = {at - EVERY, at} if death["point"] == "ack" else {at - EVERY}
         survivor = survivors_error(log, death["rank"])
-        say(f"           saving step {last}: rank {death['rank']} is killed {POINTS[death['point']].format(death['where'])}; "
+        say(f"           saving step {at}: rank {death['rank']} is killed {POINTS[death['point']].format(death['where'])}; "
             f"rank {1 - death['rank']} {'raises ' + survivor if survivor else 'is stopped by torchrun'}")
         names = verified(run.root)
         say(f"           in the root now: {', '.join(names)}, every byte verified"
-            + (f" (rank 0 had every ack, so step-{last} is committed)" if f"step-{last}" in names else ""))
+            + (f" (rank 0 had every ack, so step-{at} is committed)" if f"step-{at}" in names else ""))
         for leftover in unfinished(run.root):
             say(f"           in staging: {leftover}")
     say(f"           reaches step {STEPS} ({time.monotonic() - began:.0f} s for the four lives)")
@@ -231,6 +238,34 @@ def same(one: Any, other: Any, where: str) -> tuple[int, int]:
     return sum(c for c, _ in counts), sum(n for _, n in counts)
 
 
+def full_disk(run: Run, size: int) -> None:
+    """A disk with room for a checkpoint of ``size`` bytes and a half, so that the second save fails behind the training."""
+    began = time.monotonic()
+    say()
+    say("4. A background save that fails: the disk is full")
+    found, room = run.out / "verify.json", size * 3 // 2
+    verify = [str(Path(sys.executable).with_name("distckpt")), "verify", "--digest", "--json", str(run.root)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "none", str(run.root)]
+    run.root.mkdir()
+    if subprocess.run([*PRIVATE, *mount], capture_output=True, check=False).returncode == 0:
+        say(f"   the root is on a disk of {room / 1e6:.0f} MB (a tmpfs), where a second checkpoint does not fit")
+        code, log = run.live(1, before=shlex.join(mount), after=f"{shlex.join(verify)} > {shlex.quote(str(found))}")
+    else:
+        say("   no small disk can be mounted here, so every fsync of rank 1 in the second save is made to say ENOSPC")
+        code, log = run.live(1, doom=f"1:full:{2 * EVERY}")
+        found.write_text(subprocess.run(verify, capture_output=True, text=True, check=False).stdout)
+    notes = [run.out / f"raised-{rank}.json" for rank in range(RANKS)]
+    raised = [json.loads(note.read_text()) if note.exists() else None for note in notes]
+    if code == 0 or raised[0] is None or raised[0]["error"] != "DiskFull" or any(other != raised[0] for other in raised):
+        raise Failed(f"exit code {code}, raised {raised}: both ranks were to raise DiskFull at one step", log)
+    say(f"   step {2 * EVERY} is copied and training goes on; at poll({raised[0]['step']}) both ranks raise DiskFull, in equal words:")
+    say(f"   {raised[0]['text']}")
+    good = [line["name"] for line in json.loads(found.read_text())["checkpoints"] if line["status"] == "ok"]
+    if good != [f"step-{EVERY}"]:
+        raise Failed(f"{good} stand and are whole, not step-{EVERY} alone", log)
+    say(f"   in the root: {good[0]}, every byte verified ({time.monotonic() - began:.0f} s)")
+
+
 def main() -> int:
     work, began = Path(sys.argv[1]).resolve(), time.monotonic()
     try:
@@ -242,6 +277,7 @@ def main() -> int:
         reference(first)
         interrupted(second)
         compare(first, second)
+        full_disk(new_run(work, "full"), distckpt.open(second.root).checkpoints()[0].size)
     except Failed as error:
         say(f"\nFAILED: {error}")
         if error.log is not None:

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, required=True)
     parser.add_argument("--keep-last", type=int, required=True)
     parser.add_argument("--life", type=int, default=1)
-    parser.add_argument("--doom", default="", help="RANK:write|fsync|ack:STEP")
+    parser.add_argument("--doom", default="", help="RANK:write|fsync|ack|full:STEP")
     args = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -60,9 +60,21 @@ def main() -> None:
     seams = doom.seams() if doom is not None and doom.rank == rank else None
     losses = open(args.out / "losses.jsonl", "a") if rank == 0 else None  # noqa: SIM115 - as long as the process
 
-    with distckpt.CheckpointManager(args.root, keep_last=args.keep_last, seams=seams) as manager:
-        step = manager.restore(state) or 0
-        while step < args.steps:
+    with distckpt.CheckpointManager(args.root, keep_last=args.keep_last, save_every=args.save_every, seams=seams) as manager:
+        step, value = manager.restore(state) or 0, float("nan")
+        while True:
+            try:
+                todo = manager.poll(step)
+            except distckpt.SaveError as error:
+                raised = {"step": step, "error": type(error).__name__, "text": str(error)}
+                (args.out / f"raised-{rank}.json").write_text(json.dumps(raised))
+                raise
+            if todo.save:
+                if doom is not None:
+                    doom.reach(step)
+                manager.save(step, state, metrics={"loss": value}, background=True)
+            if todo.stop or step == args.steps:
+                break
             optimizer.zero_grad()
             loss = model(*loader.batch())
             loss.backward()
@@ -76,10 +88,6 @@ def main() -> None:
             if losses is not None:
                 losses.write(json.dumps({"life": args.life, "step": step, "loss": value}) + "\n")
                 losses.flush()
-            if step % args.save_every == 0:
-                if doom is not None:
-                    doom.reach(step)
-                manager.save(step, state, metrics={"loss": value})
 
     weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     own = {"rng": torch.get_rng_state(), "loader": loader.state_dict(), "scheduler": scheduler.state_dict(), "progress": progress}
