@@ -17,6 +17,7 @@ from distckpt.coordination.group import Group
 from distckpt.coordination.store import Client, ClientSource
 from distckpt.errors import ConfigError, CoordinationError, CoordinatorLost, DistckptError, SaveError, from_wire, to_wire
 from distckpt.launch.signals import StopSignals
+from distckpt.layout import MAIN
 from distckpt.payloads.base import Payload
 from distckpt.runtime import Runtime
 from distckpt.saving.finaliser import Finaliser
@@ -46,12 +47,12 @@ class Job:
 class Background:
     """Parts of a manager that outlive a call. ``execute`` runs one job and raises what went wrong with it."""
 
-    def __init__(self, group: Group, source: ClientSource, runtime: Runtime, execute: Callable[[Job], None], schedule: Schedule,
-                 signals: StopSignals, tolerated: int, in_flight: str, timed: Callable[[], Act | None] | None,
-                 orphaned: Callable[[], None], flush: float) -> None:
+    def __init__(self, group: Group, source: ClientSource, runtime: Runtime, execute: Callable[[Job], None],
+                 schedules: Callable[[str], Schedule], signals: StopSignals, tolerated: int, in_flight: str,
+                 timed: Callable[[], Act | None] | None, orphaned: Callable[[], None], flush: float) -> None:
         self._group, self._source, self._runtime = group, source, runtime
         self._execute_job, self._orphaned_manager, self._flush = execute, orphaned, flush
-        self.schedule, self.signals = schedule, signals
+        self._schedules, self.schedule, self.signals = schedules, schedules(MAIN), signals
         self._tolerated, self.in_flight_rule = tolerated, in_flight
         self.failures_in_a_row = 0
         self.gate = Gate(runtime, flush)
@@ -60,6 +61,7 @@ class Background:
         self._unreported: Job | None = None
         self._faced: set[int] = set()
         self._number = 0
+        self._series = MAIN
         group.listener.handlers.update(freeze=self._freeze, act=self._act, cancel=self._cancel)
         group.listener.on_lost = self.gate.lose
         self._gatekeeper: Gatekeeper | None = None
@@ -147,7 +149,7 @@ class Background:
             self._unreported = None
         if self._pending is not None and self._pending.handle.number == number:
             self._pending = None
-        self.schedule.last = None
+        self._schedules(self._series).last = None
         self.failures_in_a_row += 1
         if self.failures_in_a_row > self._tolerated:
             self.failures_in_a_row = 0
@@ -191,7 +193,7 @@ class Background:
         if not self._finaliser.alive:
             self._finaliser.stop(_SECOND)
             self._finaliser = self._new_finaliser()
-        self._pending = job
+        self._pending, self._series = job, job.series
         self._finaliser.submit(job)
 
     def wait(self, timeout: float | None) -> bool:

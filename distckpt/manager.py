@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from distckpt import catalog, options, resume, start
+from distckpt import options, start
 from distckpt.background import Background
 from distckpt.behind import Behind
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination import bootstrap
 from distckpt.coordination.group import Group
-from distckpt.coordination.rounds import Call, Report
+from distckpt.coordination.rounds import Report
 from distckpt.digest import XXH3, check_algorithm
-from distckpt.errors import ConfigError, DistckptError, ResumeError
+from distckpt.errors import ConfigError, DistckptError
 from distckpt.launch.signals import DEFAULT, StopSignals
 from distckpt.layout import MAIN, Layout, Naming, check_series, check_step
 from distckpt.options import Seams, Timeouts
 from distckpt.owned import OwnedRoot
-from distckpt.payloads import base
-from distckpt.payloads.base import Ranks, as_payload
+from distckpt.payloads.base import Ranks
 from distckpt.reader import Root
-from distckpt.resume import Resumed, Wish
+from distckpt.restorer import Restorer
+from distckpt.resume import Resumed
 from distckpt.retention import Policy
 from distckpt.saving.committer import Committer
 from distckpt.saving.files import RankFiles
@@ -33,7 +33,7 @@ from distckpt.saving.handle import SaveHandle
 from distckpt.saving.hooks import Hook, Hooks, journal_failures
 from distckpt.saving.lineage import Lineage
 from distckpt.saving.saver import Saver
-from distckpt.saving.transaction import BLOCK
+from distckpt.saving.terms import BLOCK
 from distckpt.series import SeriesView
 from distckpt.steps import Schedule, Todo, Tolerate, tolerated
 from distckpt.timing import Timing
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 class _Series:
     name: str
     policy: Policy
+    schedule: Schedule
 
 
 class CheckpointManager:
@@ -79,7 +80,6 @@ class CheckpointManager:
         self._timeouts = timeouts or Timeouts()
         self._on_exists = options.choice("on_exists", on_exists, options.ON_EXISTS)
         self._algorithm = check_algorithm(digest)
-        self._fingerprint = fingerprint
         self._layout = Layout.at(root)
         asked = Naming.parse(naming) if naming is not None else None
         schedule, signals, tolerate = Schedule(save_every, save_at_start), StopSignals(stop_signals), tolerated(on_failure)
@@ -88,7 +88,7 @@ class CheckpointManager:
         timing = Timing(save_every_minutes, grace)
         self._pid = os.getpid()
         self._closed = False
-        self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy)}
+        self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy, schedule)}
         found = self._seams.bootstrap or bootstrap.find(group, self._seams.runtime)
         self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive)
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
@@ -113,11 +113,13 @@ class CheckpointManager:
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
                             self._algorithm, self._on_exists, lambda series: self._series[series].policy,
                             self._hooks)
+        self._restorer = Restorer(self._seams, self._layout, self._naming, self._group, self._owned, self._lineage, fingerprint,
+                                  self._timeouts)
         self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,
                               check_staging, writer)
-        self._background = Background(self._group, found.source, self._seams.runtime, self._behind.finish, schedule, signals,
-                                      tolerate, in_flight, timing.due if self._owned is not None else None, self._leave,
-                                      self._timeouts.close)
+        self._background = Background(
+            self._group, found.source, self._seams.runtime, self._behind.finish, lambda series: self._series[series].schedule,
+            signals, tolerate, in_flight, timing.due if self._owned is not None else None, self._leave, self._timeouts.close)
         self._behind.attach(self._background)
 
     # -- who and where -------------------------------------------------------------------------------------------
@@ -182,6 +184,18 @@ class CheckpointManager:
             return self._background.wait(timeout)
         self._background.settle()
         return True
+
+    def async_save(self, step: int, payload: Any, **options: Any) -> SaveHandle:
+        """``save(..., background=True)``, under the name that DCP uses. Collective."""
+        return self.save(step, payload, background=True, **options)
+
+    def wait_until_finished(self) -> None:
+        """``wait()``, under the name that Orbax uses. Every rank."""
+        self.wait()
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``save_every`` asks for ``step``: the part of ``poll`` that goes by the step alone. Local, alike everywhere."""
+        return self._background.schedule.due(check_step(step))
 
     def status(self) -> dict[str, Any]:
         """What this process knows: the save in flight, failures in a row and, on rank 0, the last attempts. Local."""
@@ -259,8 +273,7 @@ class CheckpointManager:
         self._background.settle()
 
     def _saved(self, series: str, step: int) -> None:
-        if series == MAIN:
-            self._background.schedule.last = int(step)
+        self._series[series].schedule.last = int(step)
 
     def _save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
               background: bool, on_exists: str | None, staging: str) -> SaveHandle:
@@ -292,9 +305,8 @@ class CheckpointManager:
 
     def _resume(self, series: str, step: int | None, verify: str, allow_fresh: bool) -> Resumed:
         self._enter()
-        with self._group.rounds.call("resume") as call:
-            found = self._choose(call, series, step, verify, allow_fresh, None)
-        self._background.schedule.last = found.step
+        found = self._restorer.resume(series, step, verify, allow_fresh)
+        self._series[series].schedule.last = found.step
         return found
 
     def restore(self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None, strict: bool = True,
@@ -312,61 +324,21 @@ class CheckpointManager:
     def _restore(self, series: str, state: Any, step: int | None, source: str | os.PathLike[str] | None, strict: bool,
                  only: Collection[str] | None, verify: str, allow_fresh: bool) -> int | None:
         self._enter()
-        with self._group.rounds.call("restore") as call:
-            try:
-                part = as_payload(state)
-                base.check_only(part, only)
-                if part.collective:
-                    self._group.require_collectives()
-            except ConfigError as wrong:
-                call.refuse(wrong, self._timeouts.arrive)
-            found = self._choose(call, series, step, verify, allow_fresh, source)
-            self._behind.learn(part)
-            if found.checkpoint is None:
-                return None
-            if part.collective:
-                self._group.collectives()
-            self._group.pulse.phase(f"loading {found.checkpoint.name}")
-            error: Exception | None = None
-            try:
-                part.load(found.checkpoint, self._ranks(strict, only))
-            except Exception as raised:  # every rank ends with the round below, which raises it everywhere
-                error = raised
-            resume.end_load(call, self._group, found.checkpoint, error, self._timeouts.progress)
-        if source is None and series == MAIN:
-            self._background.schedule.last = found.checkpoint.step
-        return found.checkpoint.step
-
-    def _choose(self, call: Call, series: str, step: int | None, verify: str, allow_fresh: bool,
-                source: str | os.PathLike[str] | None) -> Resumed:
-        files, layout = self._seams.files, self._layout
-        chooser = None
-        try:
-            how = options.choice("verify", verify, options.VERIFY)
-            wish = Wish(series, None if step is None else check_step(step), how, allow_fresh,
-                        self._fingerprint if source is None else None, source is not None)
-            if source is not None:
-                layout = Layout.at(source)
-            if self._owned is not None and source is None:
-                chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish)
-            elif self._owned is not None:
-                other = Root(layout.root, files, self._seams.runtime)
-                chooser = resume.Chooser(files, layout, other.naming, None, None, self._lineage, wish)
-        except DistckptError as error:
-            call.refuse(error, self._timeouts.arrive)
-        except OSError as error:
-            call.refuse(ResumeError(f"resume: {layout.root} cannot be read: {error}", step=None), self._timeouts.arrive)
-        looker = resume.Looker(files, layout.root, self._group, self._seams.runtime, self._timeouts.visible)
-        return resume.agree(call, self._group, chooser, looker, wish, layout.root, files, self._timeouts.arrive,
-                            self._timeouts.progress)
+        found, part = self._restorer.restore(series, state, step, source, strict, only, verify, allow_fresh)
+        self._behind.learn(part)
+        if source is None and found is not None:
+            self._series[series].schedule.last = found.step
+        return found.step if found is not None else None
 
     # -- further series ------------------------------------------------------------------------------------------
 
     def series(self, name: str, *, keep_last: int | None = None, keep_every: int | None = None, keep_best: int | None = None,
-               best_metric: str = "loss", best_mode: str = "min", retention: Policy | None = None) -> SeriesView:
+               best_metric: str = "loss", best_mode: str = "min", retention: Policy | None = None,
+               save_every: int | None = None) -> SeriesView:
         """A further line of checkpoints with limits of its own, under the same owner: ``step-100-<name>``. Local.
 
-        Every rank makes it with the same arguments; the first save compares them.
+        Every rank makes it with the same arguments; the first save compares them. ``poll`` speaks of the main line only: of this
+        one ``view.should_save(step)`` does.
         """
         self._usable()
         check_series(name)
@@ -377,33 +349,30 @@ class CheckpointManager:
         for other in self._series:
             if mine.overlaps(self._naming.of_series(other)):
                 raise ConfigError(f"series {name!r} and {other!r} could both own a name under {self._naming.template!r}")
-        self._series[name] = _Series(name, policy)
-        return SeriesView(self, name)
+        schedule = Schedule(save_every, at_start=False)
+        self._series[name] = _Series(name, policy, schedule)
+        return SeriesView(self, name, schedule)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
     def checkpoints(self, series: str = MAIN) -> list[Checkpoint]:
         """Committed checkpoints of this root, newest commit first. Local: must not steer collective code."""
-        return Root(self.root, self._seams.files, self._seams.runtime).checkpoints(series)
+        return self._reader().checkpoints(series)
 
     def all_steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending. Local: must not steer collective code."""
-        root = Root(self.root, self._seams.files, self._seams.runtime)
-        return sorted(e.step for e in root.entries(MAIN) if e.committed)
+        return self._reader().all_steps()
 
     def latest_step(self) -> int | None:
         """Step of the newest commit, None when there is none. Local: ``resume`` is what ranks agree on."""
-        found = [e for e in catalog.scan(self._seams.files, self._layout, self._naming) if e.series == MAIN and e.committed]
-        return found[0].step if found else None
+        return self._reader().latest_step()
 
     def best_step(self, metric: str = "loss", mode: str = "min") -> int | None:
         """Step of the best checkpoint by ``metric``, None when none has it. Local."""
-        options.choice("mode", mode, ("min", "max"))
-        scored = [c for c in self.checkpoints() if c.metrics.get(metric) == c.metrics.get(metric) and metric in c.metrics]
-        if not scored:
-            return None
-        pick = min if mode == "min" else max
-        return pick(scored, key=lambda c: c.metrics[metric]).step
+        return self._reader().best_step(metric, mode)
+
+    def _reader(self) -> Root:
+        return Root(self.root, self._seams.files, self._seams.runtime)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,22 @@ class Root:
         problems = catalog.check_files(self.files, path, found.files)
         return f"{problems[0].path} {problems[0].what}" if problems else None
 
+    def all_steps(self) -> list[int]:
+        """Steps of the committed checkpoints, ascending."""
+        return sorted(entry.step for entry in self.entries(MAIN) if entry.committed)
+
+    def latest_step(self) -> int | None:
+        """Step of the newest commit, None when there is none."""
+        return next((entry.step for entry in self.entries(MAIN) if entry.committed), None)
+
+    def best_step(self, metric: str = "loss", mode: str = "min") -> int | None:
+        """Step of the best checkpoint by ``metric``, None when none has it."""
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode must be 'min' or 'max', not {mode!r}")
+        scored = [c for c in self.checkpoints() if c.metrics.get(metric) == c.metrics.get(metric) and metric in c.metrics]
+        pick = min if mode == "min" else max
+        return pick(scored, key=lambda c: c.metrics[metric]).step if scored else None
+
     def at(self, step: int, series: str = MAIN) -> Checkpoint:
         """The committed checkpoint of ``step``; StepNotFound otherwise."""
         for entry in self.entries(series):

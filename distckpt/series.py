@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distckpt.checkpoint import Checkpoint
+from distckpt.layout import check_step
 from distckpt.resume import Resumed
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
+from distckpt.steps import Schedule
 
 if TYPE_CHECKING:
     from distckpt.manager import CheckpointManager
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
 class SeriesView:
     """A series of a manager: same ranks, same owner, its own names and limits. Methods are the manager's."""
 
-    def __init__(self, manager: CheckpointManager, name: str) -> None:
-        self._manager, self.name = manager, name
+    def __init__(self, manager: CheckpointManager, name: str, schedule: Schedule) -> None:
+        self._manager, self.name, self._schedule = manager, name, schedule
+
+    def should_save(self, step: int) -> bool:
+        """Whether this series' ``save_every`` asks for ``step``. Local, alike on every rank."""
+        return self._schedule.due(check_step(step))
 
     def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
              background: bool = False, on_exists: str | None = None, staging: str = "copy") -> SaveHandle:

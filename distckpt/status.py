@@ -27,9 +27,9 @@ class Status:
         self._attempts: list[dict[str, Any]] = []
         self.failures_in_a_row = 0
 
-    def note(self, attempt: str, state: str, **fields: Any) -> None:
-        """``state``: pending, committed, failed or unknown."""
-        known = next((a for a in self._attempts if a["attempt"] == attempt), None)
+    def note(self, attempt: str | None, state: str, **fields: Any) -> None:
+        """``state``: pending, committed, failed or unknown. ``attempt``: None for a save that failed before it was one."""
+        known = next((a for a in self._attempts if a["attempt"] == attempt is not None), None)
         if known is None:
             known = {"attempt": attempt}
             self._attempts = [*self._attempts[1 - _KEPT:], known]

@@ -18,7 +18,7 @@ from distckpt.retention import Policy
 from distckpt.saving.commit import commit
 from distckpt.saving.hooks import journal_failures
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.transaction import Go, Request, raise_failures, save_error
+from distckpt.saving.terms import Go, Request, raise_failures, save_error
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,21 @@ class Committer:
                 existing=existing)
         return dict(vars(go))
 
-    def never_began(self) -> None:
+    def never_began(self, step: int | None, error: BaseException) -> None:
         """Begin ended in an error, or its verdict came too late: nobody works on the attempt, so the next begin sweeps it."""
+        attempt = self._begun if self._begun in self.owned.live else None
         self.owned.live.discard(self._begun)
+        self._note("failed", "aborted" if attempt else "refused", step, attempt, error)
+
+    def unknown(self, go: Go, error: BaseException) -> None:
+        """Nobody can tell how the attempt ended; the next begin or start settles it."""
+        self._note("unknown", "unknown", self.request.step, go.attempt, error)
+
+    def _note(self, state: str, event: str, step: int | None, attempt: str | None, error: BaseException) -> None:
+        text = str(error)[:2000]
+        self.owned.status.note(attempt, state, step=step, error=text)
+        self.owned.journal.event(event, step=step, attempt=attempt, error=text,
+                                 failures_in_a_row=self.owned.status.failures_in_a_row)
 
     def _existing(self, request: Request) -> tuple[str | None, bool]:
         """(name that satisfies ``skip``, whether the new one replaces what stands under its name).
@@ -271,8 +283,7 @@ class Committer:
     def aborted(self, go: Go, error: DistckptError, swept: bool) -> None:
         """Every rank that could be told was told; the space comes back now if all writers have returned."""
         self.owned.live.discard(go.attempt)
-        self.owned.status.note(go.attempt, "failed", error=str(error)[:2000])
-        self.owned.journal.event("aborted", step=self.request.step, attempt=go.attempt, error=str(error)[:2000])
+        self._note("failed", "aborted", self.request.step, go.attempt, error)
         if swept:
             with self.owned.lock:
                 self.owned.remove_attempt(go.attempt)

@@ -22,7 +22,8 @@ from distckpt.retention import Policy
 from distckpt.saving.committer import Committer, final_name
 from distckpt.saving.files import PeerFailed, RankFiles
 from distckpt.saving.hooks import Hooks
-from distckpt.saving.transaction import BLOCK, Request, Transaction, refuse
+from distckpt.saving.terms import BLOCK, Request, refuse
+from distckpt.saving.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,12 @@ class Saver:
             try:
                 request, payload = self.prepare(series, step, state, metrics, meta, on_exists, blocked)
             except Exception as error:  # whatever it is: every rank must hear of it, or wait for this one in vain
-                refuse(call, self._group, error, self._timeouts.arrive)
+                try:
+                    refuse(call, self._group, error, self._timeouts.arrive)
+                except DistckptError as told:
+                    if self._committer is not None:
+                        self._committer.never_began(_shown(step), told)
+                    raise
             if self._committer is not None:
                 self._committer.prepare(request, self._policy(series))
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,

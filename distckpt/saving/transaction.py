@@ -10,109 +10,21 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from dataclasses import asdict
+from typing import Any
 
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
 from distckpt.durable import GONE, Files
-from distckpt.errors import (
-    ConfigError,
-    DiskFull,
-    DistckptError,
-    RankFailure,
-    RankLost,
-    RankTimeout,
-    SaveError,
-    from_wire,
-    to_wire,
-)
+from distckpt.errors import DistckptError, RankFailure, RankLost, RankTimeout, SaveError, from_wire, to_wire
 from distckpt.layout import Layout
 from distckpt.marker import FileEntry
 from distckpt.runtime import Runtime
 from distckpt.saving.files import PeerFailed, RankFiles, make_durable
+from distckpt.saving.terms import Go, Request, save_error
 
 _CAUSES = 1.0
-
-BLOCK = object()
-"""In place of a payload: the caller writes, in a ``saving`` block."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be saved, as far as all ranks must agree on it."""
-
-    step: int
-    series: str
-    on_exists: str
-    name: str
-    collective: bool = False
-    discardable: bool = False
-    blocked: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Go:
-    """Rank 0's answer to begin."""
-
-    attempt: str
-    name: str
-    generation: int
-    seq: int
-    replace: bool = False
-    discard: bool = False
-    existing: str | None = None
-
-
-def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure], world: int,
-               outcome: str = "aborted") -> SaveError:
-    """The one error that every rank raises, with the causes of all failing ranks."""
-    first = failures[min(failures)]
-    full = next((f for _, f in sorted(failures.items()) if f.disk_full), None)
-    causes = "; ".join(str(f) for _, f in sorted(failures.items())[:4]) + (" ..." if len(failures) > 4 else "")
-    after = ("nothing was published and the checkpoints before it are untouched" if outcome == "aborted" else
-             "its outcome is unknown: it does not count, nothing is rotated, and the next begin or start settles it")
-    where = f"save of step {step}" + (f" (attempt {attempt})" if attempt else "")
-    common: dict[str, Any] = {"step": step, "attempt": attempt, "background": False, "failures": failures, "outcome": outcome}
-    if full is not None:
-        room = f"{full.free} bytes are free"
-        if full.needed:  # judging by the last checkpoint; a save that grew may fill a disk that looked roomy
-            room += (f", about {full.needed} are needed" if full.free is None or full.needed > full.free else
-                     f", which was not enough (the last checkpoint took {full.needed})")
-        return DiskFull(f"{where}: the disk is full on rank {full.rank} ({full.host}) at {full.path or 'its staging directory'}: "
-                        f"{room}; {after}. Free space, lower keep_last, or save elsewhere. Causes: {causes}",
-                        needed=full.needed, free=full.free, path=full.path, **common)
-    many = f"{len(failures)} of {world} ranks" if len(failures) > 1 else f"rank {first.rank}"
-    return SaveError(f"{where} failed on {many}; {after}. Causes: {causes}", **common)
-
-
-def raise_failures(step: int | None, reports: dict[int, Report], world: int) -> None:
-    """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did."""
-    failures = {rank: RankFailure(**report["failure"]) for rank, report in reports.items() if "failure" in report}
-    if failures:
-        assert step is not None
-        raise save_error(step, None, failures, world)
-
-
-def refuse(call: Call, group: Group, error: Exception, arrive: float) -> NoReturn:
-    """This rank cannot even begin: every rank hears why in the begin round, before any I/O, instead of waiting for it."""
-    if isinstance(error, ConfigError):
-        call.refuse(error, arrive)
-    failure = RankFailure.of(error, rank=group.rank, host=group.identity.host, pid=group.identity.pid, phase="prepare")
-
-    def decide(reports: dict[int, Report]) -> Report:
-        raise_failures(call.step, reports, group.world)
-        raise AssertionError("this rank's own report is a failure")
-
-    try:
-        call.round({"failure": asdict(failure)}, decide, arrive)
-    except DistckptError as told:
-        raise told from error
-    raise error
-
 
 def _let_go(error: BaseException | None) -> None:
     """Close what a failed writer left open. Torch's keeps its half-written file as long as the frames of its exception live,
@@ -145,9 +57,9 @@ class Transaction:
             verdict = self._call.round({
                 **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
                 "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
-        except BaseException:
+        except BaseException as error:
             if self._committer is not None:
-                self._committer.never_began()
+                self._committer.never_began(self.request.step, error)
             raise
         go = self.go = Go(**verdict["go"])
         if go.existing is not None and not go.discard:
@@ -283,13 +195,15 @@ class Transaction:
                 self._committer.aborted(go, error, swept=self._all_left(still, bool(watch.timed_out)))
             else:
                 self._client.set(outcome_key, {"error": to_wire(error)})
+                self._committer.unknown(go, error)
             if watch.absent():
                 self._call.ask_for_stacks(watch)
             raise
         except BaseException as error:  # announced and raised again: whatever fails here must not strand the others
             failure = self._failure(error)
-            self._client.set(outcome_key, {"error": to_wire(
-                save_error(self.request.step, go.attempt, {0: failure}, self._group.world, "unknown"))})
+            told = save_error(self.request.step, go.attempt, {0: failure}, self._group.world, "unknown")
+            self._client.set(outcome_key, {"error": to_wire(told)})
+            self._committer.unknown(go, told)
             raise
         self._client.set(outcome_key, verdict)
         self._committer.after_commit(go)

@@ -258,7 +258,7 @@ def full_disk(run: Run, size: int) -> None:
     raised = [json.loads(note.read_text()) if note.exists() else None for note in notes]
     if code == 0 or raised[0] is None or raised[0]["error"] != "DiskFull" or any(other != raised[0] for other in raised):
         raise Failed(f"exit code {code}, raised {raised}: both ranks were to raise DiskFull at one step", log)
-    say(f"   step {2 * EVERY} is copied and training goes on; at poll({raised[0]['step']}) both ranks raise DiskFull, in equal words:")
+    say(f"   step {2 * EVERY} is copied and training goes on; at poll({raised[0]['step']}) both ranks raise the same DiskFull:")
     say(f"   {raised[0]['text']}")
     good = [line["name"] for line in json.loads(found.read_text())["checkpoints"] if line["status"] == "ok"]
     if good != [f"step-{EVERY}"]:

@@ -482,3 +482,30 @@ def test_the_journal_and_the_status_tell_of_every_attempt(tmp_path: Path) -> Non
     found = json.loads((root / ".distckpt/status.json").read_text())["attempts"]
     assert [(a["step"], a["state"]) for a in found] == [(1, "committed"), (2, "failed")] and found[1]["error"]
     assert [e["step"] for e in events(root, "committed")] == [1] and [e["step"] for e in events(root, "aborted")] == [2]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_save_that_could_not_begin_and_one_in_doubt_are_told_of_too(bad: int, tmp_path: Path) -> None:
+    """Each counts as a failure in a row, in the status and in the journal (FIELD_CASES B26)."""
+    root = tmp_path / "root"
+    files = FaultyFiles()
+    job = Job(root, 2, files={0: files}, on_failure=Tolerate(5))
+
+    def train(manager: distckpt.CheckpointManager) -> None:
+        manager.save(1, Piece("p"), background=True, metrics={"loss": "much"} if manager.rank == bad else None)
+        manager.wait()
+        if manager.rank == 0:
+            files.faults.append(fail(errno.EIO, op="fsync_dir", path=lambda p: p == str(root)))
+        manager.save(2, Piece("p"), background=True)
+        manager.wait()
+        if manager.rank == 0:
+            assert manager.status()["failures_in_a_row"] == 2
+        manager.save(3, Piece("p"), background=True)
+        manager.wait()
+
+    values(job.run(train))
+    found = json.loads((root / ".distckpt/status.json").read_text())
+    assert [(a["step"], a["state"]) for a in found["attempts"]] == [(1, "failed"), (2, "unknown"), (3, "committed")]
+    refused, doubtful = events(root, "refused"), events(root, "unknown")
+    assert [(e["step"], e["failures_in_a_row"]) for e in (*refused, *doubtful)] == [(1, 1), (2, 2)]
+    assert found["attempts"][0]["attempt"] is None and "loss" in refused[0]["error"]

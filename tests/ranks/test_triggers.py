@@ -338,3 +338,25 @@ def test_resume_save_resume_save(mode: str, world: int, tmp_path: Path) -> None:
     assert published(root) == ["step-27", "step-28"] or published(root) == ["step-26", "step-28"]
     committed = [e["step"] for e in events(root, "committed")]
     assert committed == sorted(set(committed)) and committed[-1] == 28 and {7, 14, 21} <= set(committed)
+
+
+def test_a_series_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    """``poll`` speaks of the main line; a failed save of the one does not ask for a step of the other again."""
+    def train(manager: distckpt.CheckpointManager) -> None:
+        rolling = manager.series("rolling", keep_last=1, save_every=2)
+        assert [s for s in range(9) if rolling.should_save(s)] == [2, 4, 6, 8]
+        assert [s for s in range(9) if manager.should_save(s)] == [3, 6]
+        rolling.save(2, Piece("p"))
+        assert not rolling.should_save(2) and rolling.should_save(4)
+        manager.async_save(3, Piece("p"))
+        manager.wait_until_finished()
+        assert not manager.should_save(3) and not manager.poll(3).save
+        rolling.save(4, Piece("p", _boom), background=True)
+        with pytest.raises(SaveError):
+            manager.wait()
+        assert rolling.should_save(4) and not manager.poll(3).save
+        rolling.resume()
+        assert not rolling.should_save(2) and not manager.poll(3).save
+
+    values(Job(tmp_path / "root", 2, save_every=3).run(train))
+    assert published(tmp_path / "root") == ["step-2-rolling", "step-3"]

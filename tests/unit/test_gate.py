@@ -104,6 +104,11 @@ def _late_poll(behind: Background, step: int) -> Todo:
     return Todo()
 
 
+def _schedules(every: int | None) -> Callable[[str], Schedule]:
+    one = Schedule(every, False)
+    return lambda series: one
+
+
 Poll = Callable[[Background, int], Todo]
 
 
@@ -234,7 +239,7 @@ class Ranks:
             group: Any = SimpleNamespace(rank=rank, world=world, listener=listener, identities=identities,
                                          rounds=SimpleNamespace(caller=Caller(self.runtime)))
             self.listeners.append(listener)
-            self.behind.append(Background(group, self.source, self.runtime, self._executor(rank), Schedule(every, False),
+            self.behind.append(Background(group, self.source, self.runtime, self._executor(rank), _schedules(every),
                                           StopSignals(()), tolerated, in_flight, None, lambda: None, limit))
 
     def source(self) -> Client:

@@ -18,7 +18,7 @@ import distckpt
 from distckpt.cli import exits
 from distckpt.cli.main import parser
 from distckpt.errors import RankFailure
-from distckpt.saving.transaction import save_error
+from distckpt.saving.terms import save_error
 from tests.harness import run, values
 
 REPOSITORY = Path(distckpt.__file__).resolve().parent.parent
