@@ -63,6 +63,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "launch":  # distckpt.launch.ignore_stop_signals, before any manager is made
+        return import_module("distckpt.launch")
     if name not in _LAZY:
         raise AttributeError(f"module 'distckpt' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -43,7 +43,7 @@ SETUPS = {
             position = 0
             def state_dict(self): return {"position": self.position}
             def load_state_dict(self, state): self.position = state["position"]
-        total, loader = TOTAL, Loader()
+        total, loader, loss = TOTAL, Loader(), 9.0
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 8))
         fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
         optimizer = torch.optim.AdamW(model.parameters())

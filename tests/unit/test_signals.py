@@ -147,12 +147,13 @@ def test_none_are_none() -> None:
 def test_a_data_loader_with_workers_survives_a_signal_to_the_group() -> None:
     """SIGTERM to the whole process group while workers are busy: with the helper, the main process gets its flag and all data."""
     script = """
-import os, signal, sys, torch
+import os, signal, distckpt
 from torch.utils.data import DataLoader
-from distckpt.launch.signals import StopSignals, ignore_stop_signals
+ignore = distckpt.launch.ignore_stop_signals
+from distckpt.launch.signals import StopSignals
 stops = StopSignals(["SIGTERM"])
 stops.install()
-loader = DataLoader(list(range(64)), num_workers=2, worker_init_fn=ignore_stop_signals, batch_size=4)
+loader = DataLoader(list(range(64)), num_workers=2, worker_init_fn=ignore, batch_size=4)
 got = 0
 for n, batch in enumerate(loader):
     if n == 1:
