@@ -48,10 +48,10 @@ class Restorer:
             except ConfigError as wrong:
                 call.refuse(wrong, self._timeouts.arrive)
             found = self._choose(call, series, step, verify, allow_fresh, source)
+            if part.collective:  # for a fresh start too: made here, it stands in the program's order of groups on every rank
+                self._group.collectives()
             if found.checkpoint is None:
                 return None, part
-            if part.collective:
-                self._group.collectives()
             self._group.pulse.phase(f"loading {found.checkpoint.name}")
             error: Exception | None = None
             try:

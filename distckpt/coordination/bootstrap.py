@@ -180,7 +180,9 @@ def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
                               lambda text: exchange.set(key, text), lambda: exchange.get(key).decode())
 
     def new_gloo() -> Any:
-        return dist.new_group(ranks=members, backend="gloo", use_local_synchronization=group is not None)
+        # The finaliser may be the one who makes it. With local synchronisation the name comes from the members; otherwise it
+        # comes from a counter that the training thread of some rank may be advancing at this moment.
+        return dist.new_group(ranks=members, backend="gloo", use_local_synchronization=True)
 
     return Bootstrap("torch", rank, world, source, server, new_gloo)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import distckpt
 from distckpt.errors import SaveError
@@ -156,3 +158,34 @@ def test_a_dead_writer_process_is_raised_on_every_rank_at_one_step(bad: int, tmp
     assert found[0][0][:2] == found[1][0][:2] and found[0][0][1] == {bad: "WriterDied"}
     assert "was ended by SIGKILL" in found[1 - bad][0][2]
     assert [steps for _, steps in found] == [[1, 9000]] * 2
+
+
+def _groups_in_two_orders(rank: int, world: int, root: str) -> tuple[str, str]:
+    named, original = threading.Event(), c10d._process_group_name
+
+    def name(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        named.set()
+        return found
+
+    c10d._process_group_name = name
+    made: list[Any] = []
+    with distckpt.CheckpointManager(root) as manager:
+        def finaliser() -> None:
+            if rank == 1:
+                assert named.wait(30)
+            made.append(manager._group.collectives())
+
+        thread = threading.Thread(target=finaliser)
+        thread.start()
+        if rank == 0:
+            assert named.wait(30)
+        users = dist.new_group(ranks=[0, 1], backend="gloo")
+        thread.join(60)
+        return made[0].group_name, users.group_name
+
+
+def test_the_finalisers_group_may_be_made_while_the_program_makes_one(tmp_path: Path) -> None:
+    """Groups are matched by name, and torch's usual names are counted: in two orders, each would be the other's."""
+    ours, theirs = zip(*values(run(2, _groups_in_two_orders, str(tmp_path / "root"))), strict=True)
+    assert len(set(ours)) == len(set(theirs)) == 1 and set(ours) != set(theirs)
