@@ -28,8 +28,8 @@ class Result:
 
     ``runs``: executions of the code under test. ``states``: disk states or schedules generated; ``distinct``: of those, told
     apart by what a reader can see. ``violations``: one line each, "I2: ...", that says how to replay it. ``hangs``: ranks that
-    did not end. ``slowest``: seconds until the slowest fault was noticed. ``covers``: what was walked, as text ("seeds 0-999"). ``skipped``: why it did not
-    run. ``code``: of what code, set by the caller.
+    did not end. ``slowest``: seconds until the slowest fault was noticed. ``covers``: what was walked, as text ("seeds 0-999").
+    ``skipped``: why it did not run. ``code``: of what code, set by the caller.
     """
 
     layer: str
