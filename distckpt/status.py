@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from typing import Any
 
 from distckpt.durable import Files, unlink_if_there
@@ -26,6 +27,7 @@ class Status:
         self._files, self._layout, self._generation, self._runtime = files, layout, generation, runtime
         self._attempts: list[dict[str, Any]] = []
         self.failures_in_a_row = 0
+        self._stale = False
 
     def note(self, attempt: str | None, state: str, **fields: Any) -> None:
         """``state``: pending, committed, failed or unknown. ``attempt``: None for a save that failed before it was one."""
@@ -40,6 +42,11 @@ class Status:
             self.failures_in_a_row += 1
         self._write()
 
+    def again(self) -> None:
+        """Write what could not be written, when a failed attempt has given its room back."""
+        if self._stale:
+            self._write()
+
     def snapshot(self) -> dict[str, Any]:
         return {"generation": self._generation, "failures_in_a_row": self.failures_in_a_row,
                 "attempts": [dict(a) for a in self._attempts]}
@@ -53,3 +60,8 @@ class Status:
             self._files.rename(temporary, self._layout.home("status.json"))
         except OSError as error:
             log.warning("could not write %s: %s", self._layout.home("status.json"), error)
+            self._stale = True
+            with suppress(OSError):  # what did not work is said already
+                unlink_if_there(self._files, temporary)
+        else:
+            self._stale = False

@@ -289,6 +289,7 @@ class Committer:
                 self.owned.remove_attempt(go.attempt)
             if isinstance(error, DiskFull):
                 self.owned.janitor.wait(_ROOM)  # the caller's next move needs the room that this attempt took
+            self.owned.status.again()
 
     def discarded(self, go: Go) -> None:
         self.owned.live.discard(go.attempt)

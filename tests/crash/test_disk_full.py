@@ -7,6 +7,7 @@ rank must get the same ``DiskFull`` all the same, with the rank, the path, what 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ def _fills_up(rank: int, world: int, disk: str, kind: str) -> dict[str, Any]:
         if rank == 0:
             _intact(root, [1])
             assert not unclean(REAL, Layout.at(root))
+            told = json.loads(Path(root, ".distckpt", "status.json").read_text())["attempts"][-1]
+            assert (told["step"], told["state"]) == (2, "failed"), "written again when there was room"
         _empty(disk, rank)
         _Part(kind, BIG, rank, world).save(manager, 2)
         loaded = _Part(kind, BIG, rank, world)
