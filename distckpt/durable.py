@@ -281,16 +281,19 @@ REAL = Files()
 
 
 def write_new(files: Files, path: str, data: bytes) -> None:
-    """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep."""
-    _fill(files.open(path), data)
+    """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep.
 
-
-def _fill(out: Output, data: bytes) -> None:
+    The disk's word is not taken for it: a marker of another size than was written would be no marker, or tear a good one.
+    """
+    out = files.open(path)
     try:
         out.write(data)
         out.fsync()
     finally:
         out.close()
+    size = files.stat(path).size
+    if size != len(data):
+        raise OSError(errno.EIO, f"{len(data)} bytes were written and {size} are on disk", path)
 
 
 def replace(files: Files, path: str, data: bytes, temporary: str) -> None:
@@ -311,9 +314,10 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
     write_new(files, temporary, data)
     try:
         if not files.link(temporary, path):
-            out = files.open(path)
             try:
-                _fill(out, data)
+                write_new(files, path, data)
+            except FileExistsError:
+                raise
             except OSError:
                 with suppress(OSError):
                     files.unlink(path)  # ours, and perhaps torn: it would speak for a claim that failed
