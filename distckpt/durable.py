@@ -281,11 +281,12 @@ REAL = Files()
 
 
 def write_new(files: Files, path: str, data: bytes) -> None:
-    """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep.
+    """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep."""
+    _fill(files, files.open(path), path, data)
 
-    The disk's word is not taken for it: a marker of another size than was written would be no marker, or tear a good one.
-    """
-    out = files.open(path)
+
+def _fill(files: Files, out: Output, path: str, data: bytes) -> None:
+    """The disk's word is not taken for it: a marker of another size than was written is none, and may replace a good one."""
     try:
         out.write(data)
         out.fsync()
@@ -314,10 +315,9 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
     write_new(files, temporary, data)
     try:
         if not files.link(temporary, path):
+            out = files.open(path)
             try:
-                write_new(files, path, data)
-            except FileExistsError:
-                raise
+                _fill(files, out, path, data)
             except OSError:
                 with suppress(OSError):
                     files.unlink(path)  # ours, and perhaps torn: it would speak for a claim that failed

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from distckpt.durable import REAL, Files, Item, Output, Stat
@@ -32,12 +32,14 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Operation:
-    """One counted operation. ``other`` is the second name of a rename, an exchange or a link."""
+    """One counted operation. ``other`` is the second name of a rename, an exchange or a link; ``thread`` the native id of
+    who did it."""
 
     n: int
     op: str
     path: str
     other: str = ""
+    thread: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.n}: {self.op} {self.path}" + (f" -> {self.other}" if self.other else "")
@@ -189,7 +191,7 @@ class FaultyFiles(Files):
         with self._lock:
             if self.dead:
                 raise Killed(f"{op} {path}")
-            operation = Operation(len(log) + 1, op, path, other)
+            operation = Operation(len(log) + 1, op, path, other, threading.get_native_id())
             log.append(operation)
             due = [fault for fault in self.faults if fault.claims(operation)]
         for fault in due:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from scripts.proof.layer import Budget, Layer, Result, append
@@ -24,13 +25,13 @@ def missing() -> str | None:
     return None
 
 
-def run(budget: Budget, runs: int | None = None, tell: bool = False) -> Result:
+def run(budget: Budget, runs: int | None = None, tell: bool = False, own: Pool | None = None) -> Result:
     """Runs ``budget.seed`` and on, until the time is used up, or ``runs`` of them are made, or there are no more. ``tell``: say
-    each violation as it is found."""
+    each violation as it is found. ``own``: a pool to use, that stays open."""
     result, began = Result("l2"), time.monotonic()
     kinds: Counter[str] = Counter()
     slowest = {"death": 0.0, "stop": 0.0}
-    with Pool() as pool:
+    with nullcontext(own) if own is not None else Pool() as pool:
         items = schedule.runs(list(pool.known))
         end = min(len(items), len(items) if runs is None else budget.seed + runs)
         numbers: dict[Item, int] = {}

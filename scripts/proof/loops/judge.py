@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distckpt.testing.checker import COMMITTED, Found, Save, Story, check, standing, tree_of
 from distckpt.testing.forks import Ended, Forked, start
@@ -55,7 +55,8 @@ class Item:
     traced: bool = False
 
     def __str__(self) -> str:
-        return f"{self.program}: {self.strike}" + (f" [mutant: {self.mutant}]" if self.mutant else "")
+        twice = ", once more by strace" if self.traced else ""
+        return f"{self.program}: {self.strike}{twice}" + (f" [mutant: {self.mutant}]" if self.mutant else "")
 
 
 @dataclass
@@ -75,10 +76,12 @@ class Judged:
 @dataclass(frozen=True)
 class Known:
     """What a program is known to do when nothing goes wrong. ``contents``: value to content; ``reach``: per rank, how often
-    each operation happens."""
+    each operation happens; ``order``: per rank, the operations that write: what, the name of the file, and whether
+    the main thread did it."""
 
     contents: dict[int, str]
     reach: list[dict[str, int]]
+    order: list[list[tuple[str, str, bool]]]
     template: str | None
 
     def count(self, strike: Strike) -> int:
@@ -105,29 +108,41 @@ def learn(name: str, folder: str) -> Known:
     reach = _values(_run(play, root, name, None, PATIENT))
     _forget(root)
     shutil.rmtree(root)
-    return Known(contents, reach, template)
+    return Known(contents, [counts for counts, _ in reach], [order for _, order in reach], template)
 
 
-def judge(item: Item, known: Known, folder: str, handler: Callable[[list[Forked], str], None] | None = None) -> Judged:
-    """``handler`` is given the started ranks, before they work, and may do to them what no seam can."""
+class Outside(Protocol):
+    """Who strikes a rank from outside, where the seam is not trusted."""
+
+    def attach(self, pid: int) -> None: ...
+    def struck(self) -> bool: ...
+
+
+def judge(item: Item, known: Known, folder: str, outside: Outside | None = None) -> Judged:
+    """Make the run and judge it. ``outside`` strikes in place of the seam."""
     program, strike = PROGRAMS[item.program], item.strike
     root = os.path.join(folder, "root")
-    judged = Judged()
+    judged = Judged(runs=1)
     if known.template:
         shutil.copytree(known.template, root)
     stops = strike.kind == "stop"
-    ranks = start(WORLD, play, root, item.program, strike, HASTY if stops else PATIENT, item.mutant, limit=LIMIT)
-    judged.runs = 1
-    told: list[str] = []
+    gate, opener = os.pipe()
+    ranks = start(WORLD, play, root, item.program, None if outside else strike, HASTY if stops else PATIENT, item.mutant, False,
+                  gate, limit=LIMIT)
     try:
-        step = NEXT
+        if outside is not None:
+            outside.attach(ranks[strike.rank].pid)
+        os.write(opener, b"go"[:WORLD])
+        told: list[str] = []
         ends = _wait(ranks, strike, root, told, item, judged) if stops else _ends(ranks)
-        if judged.runs > 1:
-            step = LAST
         diaries = [read_diary(root, rank) for rank in range(WORLD)]
-        _look(program, item, known, root, ends, diaries, step, judged)
+        if outside is not None and outside.struck():
+            diaries[strike.rank].append({"what": "struck", "op": "", "path": "", "other": "", "at": float("inf")})
+        _look(program, item, known, root, ends, diaries, LAST if judged.runs > 1 else NEXT, judged)
         judged.violations += told
     finally:
+        os.close(gate)
+        os.close(opener)
         for rank in ranks:
             rank.end(0.0)
         shutil.rmtree(root, ignore_errors=True)
@@ -227,7 +242,8 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
     story.saves.append(Save(step, known.contents[step], {0: COMMITTED} if went_on else {}))
     last = Found(root=tree_of(root), went_on=went_on, crashes=found.crashes)
     judged.violations += check(story, last)
-    judged.noticed = _noticed(strike, struck, diaries)
+    if not item.traced:
+        judged.noticed = _noticed(strike, struck, diaries)
     outcomes = tuple(tuple(sorted(set(save.told.values()))) for save in story.saves[len(program.before):])
     judged.verdicts = (outcomes, answers.get(0), judged.fired)
     if judged.violations:

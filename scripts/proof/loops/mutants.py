@@ -51,15 +51,19 @@ def _silent_failure() -> None:
     Transaction.finish = finish  # type: ignore[method-assign]
 
 
-def _size_believed() -> None:
-    """A rank acks the size it wrote, and does not look at what is on disk."""
-    from distckpt.marker import FileEntry
-    from distckpt.saving.files import RankFiles
+def _makes_its_way() -> None:
+    """A rank makes the directories that it misses."""
+    import os
 
-    def finish_file(self: Any, relative: str, claim: Any) -> FileEntry:
-        return FileEntry(relative, claim.writer.size, claim.writer.digest, self.rank)
+    from distckpt.durable import Files
 
-    RankFiles._finish_file = finish_file  # type: ignore[method-assign]
+    real = Files.open
+
+    def open_there(self: Files, path: str) -> Any:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return real(self, path)
+
+    Files.open = open_there  # type: ignore[method-assign]
 
 
 def _rotate_first() -> None:
@@ -73,13 +77,14 @@ def _rotate_first() -> None:
         self.rotate(self.request.series, KeepLast(1))
         return real(self, go, *rest)
 
-    Committer.commit = commit  # type: ignore[method-assign]
+    Committer.commit = commit  # type: ignore[method-assign, assignment]
 
 
 def _publish_first() -> None:
     """Rank 0 publishes and then writes the marker: what stands under the final name is no checkpoint yet."""
-    from distckpt.saving import commit as module
+    from distckpt.saving import commit
 
+    module: Any = commit
     real = module.write_new
 
     def write_new(files: Any, path: str, data: bytes) -> None:
@@ -97,7 +102,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "ack without fsync": _ack_without_fsync,
     "close unchecked": _close_unchecked,
     "silent failure": _silent_failure,
-    "size believed": _size_believed,
+    "makes its way": _makes_its_way,
     "rotate first": _rotate_first,
     "publish first": _publish_first,
 }

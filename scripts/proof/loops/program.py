@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -148,8 +149,12 @@ def _manager(program: Program, place: Place, root: str, files: FaultyFiles, time
 
 
 def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Timeouts, mutant: str = "",
-         earlier: bool = False) -> dict[str, int]:
-    """The job that is struck. Goes on after a save that failed on all; how many operations of each class there were."""
+         earlier: bool = False, gate: int | None = None) -> tuple[dict[str, int], list[tuple[str, str, bool]]]:
+    """The job that is struck. Goes on after a save that failed on all. How many operations of each kind there were; and those
+    that write, in their order: what, the name of its file, whether the main thread did it. ``gate``: nothing is done until
+    this descriptor can be read."""
+    if gate is not None:
+        os.read(gate, 1)
     program, diary = PROGRAMS[name], Diary(diary_of(root, place.rank))
     files = FaultyFiles(REAL)
     if strike is not None and strike.rank == place.rank:
@@ -168,7 +173,9 @@ def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Ti
         diary.error(error)
         raise
     diary.note("closed")
-    return dict(Counter(operation.op for operation in (*files.log, *files.reads)))
+    main = threading.get_native_id()
+    order = [(operation.op, os.path.basename(operation.path), operation.thread == main) for operation in files.log]
+    return dict(Counter(operation.op for operation in (*files.log, *files.reads))), order
 
 
 def _watch_absence(diary: Diary) -> None:

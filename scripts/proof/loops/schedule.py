@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from scripts.proof.loops import traced
 from scripts.proof.loops.judge import WORLD, Item, Known
 from scripts.proof.loops.strikes import ERRNOS, Strike, every
 
@@ -17,6 +18,7 @@ _ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False
                    ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
 _SAMPLE = 8
 _MOST = 640
+_TRACED = 64
 _FIRST = 128
 
 
@@ -39,8 +41,14 @@ def runs(programs: list[str]) -> list[Item]:
 
 
 def fitted(item: Item, seed: int, known: Known) -> Item | None:
-    """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken."""
+    """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken, and
+    of those that strace strikes, one that it can count."""
     count, strike = known.count(item.strike), item.strike
+    if item.traced:
+        fit = traced.countable(known.order[strike.rank])
+        if not fit or traced.missing() is not None:
+            return None
+        return replace(item, strike=replace(strike, n=fit[(strike.n - 1) * len(fit) // _TRACED]))
     if strike.n <= count + MARGIN:
         return item
     return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None
@@ -54,19 +62,23 @@ def _of(name: str) -> Iterator[Item]:
             for n in range(1, _MOST + 1):
                 if n % step == phase % step:
                     yield Item(name, Strike(rank, kind, n, number, forever))
+        for kind, number in traced.KINDS if name in traced.PROGRAMS else ():
+            for n in range(1, _TRACED + 1):
+                yield Item(name, Strike(rank, kind, n, number), traced=True)
 
 
-def _kind(item: Item) -> tuple[str, str, bool]:
-    return item.strike.kind, item.strike.number, item.strike.forever
+def _kind(item: Item) -> tuple[str, str, bool, bool]:
+    return item.strike.kind, item.strike.number, item.strike.forever, item.traced
 
 
-def _place(item: Item) -> tuple[str, int, str]:
-    return item.program, item.strike.rank, item.strike.kind
+def _place(item: Item) -> tuple[str, int, str, bool]:
+    return item.program, item.strike.rank, item.strike.kind, item.traced
 
 
 def _first_of_each(items: list[Item], key: Callable[[Item], object]) -> list[Item]:
     seen: set[object] = set()
-    first, rest = [], []
+    first: list[Item] = []
+    rest: list[Item] = []
     for item in items:
         (rest if key(item) in seen else first).append(item)
         seen.add(key(item))

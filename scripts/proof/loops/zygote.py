@@ -77,8 +77,8 @@ class Pool:
     def judge(self, items: Iterator[Item]) -> Iterator[tuple[Item, Judged]]:
         """What came of each, as they end. ``items`` is asked for the next one when a zygote is free for it."""
         busy: dict[Any, Item] = {}
-        for channel in self._zygotes.channels:
-            self._give(channel, items, busy)
+        for free in self._zygotes.channels:
+            self._give(free, items, busy)
         while busy:
             ready = wait(list(busy), _ANSWER)
             if not ready:
