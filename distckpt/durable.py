@@ -282,15 +282,19 @@ REAL = Files()
 
 def write_new(files: Files, path: str, data: bytes) -> None:
     """A new file with these bytes, durable once its directory is synced. On error the partial file is left to the sweep."""
-    _fill(files.open(path), data)
+    _fill(files, files.open(path), path, data)
 
 
-def _fill(out: Output, data: bytes) -> None:
+def _fill(files: Files, out: Output, path: str, data: bytes) -> None:
+    """The disk's word is not taken for it: a marker of another size than was written is none, and may replace a good one."""
     try:
         out.write(data)
         out.fsync()
     finally:
         out.close()
+    size = files.stat(path).size
+    if size != len(data):
+        raise OSError(errno.EIO, f"{len(data)} bytes were written and {size} are on disk", path)
 
 
 def replace(files: Files, path: str, data: bytes, temporary: str) -> None:
@@ -313,7 +317,7 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
         if not files.link(temporary, path):
             out = files.open(path)
             try:
-                _fill(out, data)
+                _fill(files, out, path, data)
             except OSError:
                 with suppress(OSError):
                     files.unlink(path)  # ours, and perhaps torn: it would speak for a claim that failed

@@ -150,16 +150,17 @@ class Ownership:
                 files.fsync_dir(layout.home("owner"))
                 files.overwrite(layout.owner(generation, "beat"), b"%020d" % 0)
                 _fence(files, layout, generation)
-            except OSError as error:
                 refusal = _overtaken(files, layout, runtime, generation)
+                if refusal is None:
+                    _prune_records(files, layout, generation)
+            except OSError as error:
+                refusal = _overtaken_for_sure(files, layout, runtime, generation)
                 if refusal is None:
                     _release(files, layout, generation)  # this process lives on, and may try again
                     raise
                 raise refusal from error
-            refusal = _overtaken(files, layout, runtime, generation)
             if refusal is not None:
                 raise refusal
-            _prune_records(files, layout, generation)
             return cls(files, layout, runtime, generation)
 
     def _beat(self) -> None:
@@ -176,6 +177,13 @@ class Ownership:
         refusal = _overtaken(self._files, self._layout, self._runtime, self.generation)
         if refusal is not None:
             raise refusal
+
+    def explain(self, error: OSError) -> None:
+        """RootInUse when ``error`` came of a takeover: the fence is met as a path that is gone. Returns when it did not, and
+        when this disk does not tell: then ``error`` itself is the one to speak of."""
+        refusal = _overtaken_for_sure(self._files, self._layout, self._runtime, self.generation)
+        if refusal is not None:
+            raise refusal from error
 
     def release(self) -> None:
         """Let the next writer in without a wait."""
@@ -199,6 +207,15 @@ def _overtaken(files: Files, layout: Layout, runtime: Runtime, generation: int) 
     value = catalog.read_json(files, layout.owner(top)) or {}
     owner = Identity.from_json(value["identity"]) if isinstance(value.get("identity"), dict) else None
     return _in_use(layout, owner, top, runtime.time() - float(value.get("time", 0)))
+
+
+def _overtaken_for_sure(files: Files, layout: Layout, runtime: Runtime, generation: int) -> RootInUse | None:
+    """As ``_overtaken``, after another error; None when it cannot be told."""
+    try:
+        return _overtaken(files, layout, runtime, generation)
+    except OSError as error:
+        log.debug("cannot tell whether root %s was taken over: %s", layout.root, error)
+        return None
 
 
 def _fence(files: Files, layout: Layout, generation: int) -> None:

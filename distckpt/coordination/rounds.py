@@ -186,11 +186,17 @@ class Call:
             if watch.absent():
                 self.ask_for_stacks(watch)
             raise
-        except BaseException as error:  # announced and raised again: whatever fails here must not strand the others
-            self._announce(verdict_key, {"error": to_wire(CoordinationError(
-                f"{self.what}: rank 0 could not decide: {type(error).__name__}: {error}; see rank 0's log"))})
+        except Exception as error:  # whatever fails here must not strand the others, and all raise the same (P4)
+            told = self._no_decision(error)
+            self._announce(verdict_key, {"error": to_wire(told)})
+            raise told from error
+        except BaseException as error:  # an interrupt is this process's own
+            self._announce(verdict_key, {"error": to_wire(self._no_decision(error))})
             raise
         return self._announce(verdict_key, verdict)
+
+    def _no_decision(self, error: BaseException) -> CoordinationError:
+        return CoordinationError(f"{self.what}: rank 0 could not decide: {type(error).__name__}: {error}; see rank 0's log")
 
     def _refused(self, refused: dict[int, Report]) -> DistckptError:
         rank = min(refused)

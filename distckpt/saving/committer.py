@@ -73,7 +73,7 @@ class Committer:
         except DistckptError:
             raise  # StepAlreadyExists is an OSError too
         except OSError as error:
-            self.owned.ownership.check()
+            self.owned.ownership.explain(error)
             raise save_error(request.step, None, {0: self._failure(error)}, self.group.world) from error
 
     def _begin(self, request: Request, reports: dict[int, Report]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from distckpt.durable import REAL, Files, Item, Output, Stat
@@ -32,12 +32,14 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Operation:
-    """One counted operation. ``other`` is the second name of a rename, an exchange or a link."""
+    """One counted operation. ``other`` is the second name of a rename, an exchange or a link; ``thread`` the native id of
+    who did it."""
 
     n: int
     op: str
     path: str
     other: str = ""
+    thread: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.n}: {self.op} {self.path}" + (f" -> {self.other}" if self.other else "")
@@ -45,11 +47,13 @@ class Operation:
 
 @dataclass
 class Fault:
-    """What goes wrong, and where. Made by ``fail``, ``kill``, ``die``, ``lie``, ``refuse`` and ``call``.
+    """What goes wrong, and where. Made by ``fail``, ``kill``, ``die``, ``lie``, ``shorten``, ``refuse``
+    and ``call``.
 
     It fires at the ``at``-th operation that matches ``op`` and ``path`` (all operations, without them), and with
     ``forever`` at every matching one from there on. ``path`` is a part of the name, or a test of it. Reading
-    operations (scan, stat, read) are not counted; they match only a fault that names them.
+    operations (scan, stat, read) are not counted; they match only a fault that names them. ``note`` hears of each firing
+    before it has an effect: what it writes down outlives a kill.
     """
 
     kind: str
@@ -60,6 +64,7 @@ class Fault:
     after: bool = False
     number: int = errno.EIO
     hook: Callable[[Operation], None] | None = None
+    note: Callable[[Operation], None] | None = None
     seen: int = 0
     fired: int = 0
 
@@ -79,6 +84,8 @@ class Fault:
         if self.seen != self.at and not (self.forever and self.seen > self.at):
             return False
         self.fired += 1
+        if self.note is not None:
+            self.note(operation)
         return True
 
 
@@ -88,9 +95,15 @@ def fail(number: int, at: int = 1, *, op: str | tuple[str, ...] | None = None, p
     return Fault("error", at, op, path, forever, after, number=number)
 
 
-def kill(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None) -> Fault:
-    """SIGKILL this process before the operation."""
-    return Fault("kill", at, op, path)
+def kill(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None, after: bool = False) -> Fault:
+    """SIGKILL this process before the operation, or right ``after`` it."""
+    return Fault("kill", at, op, path, after=after)
+
+
+def shorten(at: int = 1, *, op: str | tuple[str, ...] | None = ("write", "overwrite", "append"), path: PathTest = None,
+            forever: bool = False) -> Fault:
+    """Report a whole write and do half of it."""
+    return Fault("short", at, op, path, forever)
 
 
 def die(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None, after: bool = False) -> Fault:
@@ -120,7 +133,14 @@ class _Out:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         inner, size = self._inner, memoryview(data).nbytes
-        return self._files._do("write", self._path, "", lambda: inner.write(data) if inner else size, size)
+        half = memoryview(data).cast("B")[:size // 2]
+
+        def shortened() -> int:
+            if inner:
+                inner.write(half)
+            return size
+
+        return self._files._do("write", self._path, "", lambda: inner.write(data) if inner else size, size, short=shortened)
 
     def start_writeback(self, offset: int, length: int) -> None:
         if self._inner:
@@ -165,12 +185,13 @@ class FaultyFiles(Files):
         """The logged operations ``op`` whose path, or other path, holds ``part``."""
         return [o for o in self.log if o.op == op and (part in o.path or part in o.other)]
 
-    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None) -> T:
+    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None,
+            short: Callable[[], T] | None = None) -> T:
         log = self.reads if op in READS else self.log
         with self._lock:
             if self.dead:
                 raise Killed(f"{op} {path}")
-            operation = Operation(len(log) + 1, op, path, other)
+            operation = Operation(len(log) + 1, op, path, other, threading.get_native_id())
             log.append(operation)
             due = [fault for fault in self.faults if fault.claims(operation)]
         for fault in due:
@@ -179,6 +200,9 @@ class FaultyFiles(Files):
         if any(fault.kind == "refuse" for fault in due):
             assert refused is not None, f"{op} cannot be refused"
             return refused
+        if any(fault.kind == "short" for fault in due):
+            assert short is not None, f"{op} cannot be short"
+            run = short
         result = skipped if any(fault.kind == "skip" for fault in due) else run()
         for fault in due:
             if fault.after:
@@ -234,10 +258,12 @@ class FaultyFiles(Files):
         return _Out(self, self._do("open", path, "", lambda: self.inner.open(path), None), path)
 
     def overwrite(self, path: str, data: bytes) -> None:
-        self._do("overwrite", path, "", lambda: self.inner.overwrite(path, data), None)
+        self._do("overwrite", path, "", lambda: self.inner.overwrite(path, data), None,
+                 short=lambda: self.inner.overwrite(path, data[:len(data) // 2]))
 
     def append(self, path: str, data: bytes) -> None:
-        self._do("append", path, "", lambda: self.inner.append(path, data), None)
+        self._do("append", path, "", lambda: self.inner.append(path, data), None,
+                 short=lambda: self.inner.append(path, data[:len(data) // 2]))
 
     def fsync(self, path: str) -> None:
         self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)

@@ -65,6 +65,21 @@ def test_S4_an_abort_before_rank_0_decides_aborts_on_every_rank(root: Path) -> N
     job.finish()
 
 
+def test_a_root_that_rank_0_can_read_no_more_is_one_error_on_every_rank(root: Path) -> None:
+    """The look for a newer owner, after the first error, fails as well: rank 0 spoke of that one, and the others of another."""
+    files = FaultyFiles(REAL)
+    job = Job(root, 2, files={0: files})
+    job.start()
+    values(job.each(lambda m: write(m, 1)))
+    files.faults.append(fail(errno.EMFILE, op=("scan", "stat", "read"), forever=True))
+    for error in same_error(job.each(lambda m: write(m, 2)), SaveError):
+        assert error.outcome == "aborted" and list(error.failures) == [0] and "Too many open files" in str(error)
+    files.faults.clear()
+    values(job.each(lambda m: write(m, 2)))
+    assert holds(root, 2, 2)
+    job.finish()
+
+
 @pytest.mark.parametrize("where", ["undecided", "committing"])
 def test_S4_a_waiters_deadline_ends_in_unknown_and_never_aborts(root: Path, where: str) -> None:
     """Rank 0 stands still before (or after) it fixed the decision; rank 1's deadline passes; rank 0 commits all the same."""

@@ -24,7 +24,7 @@ from distckpt.durable import (
 )
 from distckpt.layout import MARKER
 from distckpt.testing.crashfs import CrashFiles, write_payload
-from distckpt.testing.faults import FaultyFiles, Killed, call, die, fail, refuse
+from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten
 from tests.support import crash_disk, make_checkpoint
 
 
@@ -98,6 +98,17 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert out.write(b"0123456789") == 10
     out.close()
     assert (tmp_path / "f").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("fault", [lie(op="write"), shorten(op="write"), lie(op="open")])
+def test_a_disk_that_says_yes_and_writes_less_is_found_out(fault: Fault) -> None:
+    """Else a torn marker would be published, or put in the place of a good one."""
+    disk = CrashFiles("/d")
+    write_payload(disk, "/d/f", b"old")
+    files = FaultyFiles(disk, fault)
+    with pytest.raises(OSError, match="/d/t"):
+        replace(files, "/d/f", b"new one", "/d/t")
+    assert files.fired and disk.read("/d/f", 9) == b"old"
 
 
 def test_a_directory_where_a_file_stands_is_an_error() -> None:

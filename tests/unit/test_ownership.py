@@ -187,6 +187,24 @@ def test_S6_a_claim_that_failed_lets_this_process_try_again_at_once(disk: CrashF
     assert Ownership.claim(disk, LAYOUT, me).generation == 2 and me.slept == 0
 
 
+def test_S6_a_claim_that_failed_in_a_look_at_any_moment_lets_this_process_try_again(clock: VirtualClock) -> None:
+    """Every read of the claim fails in turn, alone and with all that follow: the look for a newer owner among them."""
+    refused = 0
+    for forever in (False, True):
+        for n in range(1, 100):
+            disk, me = crash_disk(), VirtualRuntime(clock)
+            owned.make_root(disk, LAYOUT)
+            files = FaultyFiles(disk, fail(errno.EIO, n, op=("scan", "stat", "read"), forever=forever))
+            try:
+                Ownership.claim(files, LAYOUT, me)
+            except OSError:
+                refused += 1
+                assert Ownership.claim(disk, LAYOUT, me).generation in (1, 2) and me.slept == 0, n
+            if not files.fired:
+                break
+    assert refused > 10
+
+
 def test_S6_a_beat_never_overwrites_a_new_owner(disk: CrashFiles, clock: VirtualClock) -> None:
     first = VirtualRuntime(clock, pid=100)
     one = open_owned(disk, first)

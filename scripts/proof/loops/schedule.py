@@ -1,0 +1,95 @@
+"""Which runs there are, in which order. The number of a run in that order is its seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from scripts.proof.loops import traced
+from scripts.proof.loops.judge import WORLD, Item, Known
+from scripts.proof.loops.strikes import ERRNOS, Strike, every
+
+MARGIN = 3
+"""So many n beyond the last operation, to see that a loop has come to its end: threads take turns as they like."""
+
+_THOROUGH = {("error", True): 4, ("late error", False): 4, ("slow", False): 8}
+_ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False): 4, ("read error", False): 2,
+                   ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
+_SAMPLE = 8
+_MOST = 640
+_TRACED = 64
+_FIRST = 128
+
+
+def stride(program: str, kind: str, forever: bool) -> int:
+    """Every so many-th operation. One program meets all errnos at every n; two meet every n, each with some errno; where
+    torch's collectives make a run slow, a sample."""
+    if program == "sync":
+        return _THOROUGH.get((kind, forever), 1)
+    return _SAMPLE if program.startswith("dcp") else _ONE_ERRNO_EACH.get((kind, forever), 1)
+
+
+def runs(programs: list[str]) -> list[Item]:
+    """All runs, and more: n goes up to a limit that no program reaches, so that a seed means the same wherever it is run.
+    The first ones meet every kind of fault, the next ones every kind in every program on every rank."""
+    found = [item for name in programs for item in _of(name)]
+    random.Random(20).shuffle(found)
+    for key in (_place, _kind):  # stable: what comes first of each key goes to the front
+        found = _first_of_each(found, key)
+    return found
+
+
+def fitted(item: Item, seed: int, known: Known) -> Item | None:
+    """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken, and
+    of those that strace strikes, one that it can count."""
+    count, strike = known.count(item.strike), item.strike
+    if item.traced:
+        fit = traced.countable(known.order[strike.rank])
+        if not fit or traced.missing() is not None:
+            return None
+        return replace(item, strike=replace(strike, n=fit[(strike.n - 1) * len(fit) // _TRACED]))
+    if strike.n <= count + MARGIN:
+        return item
+    return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None
+
+
+def _of(name: str) -> Iterator[Item]:
+    for rank in range(WORLD):
+        for index, (kind, number, forever) in enumerate(every()):
+            step = stride(name, kind, forever)
+            phase = ERRNOS.index(number) if number else index
+            for n in range(1, _MOST + 1):
+                if n % step == phase % step:
+                    yield Item(name, Strike(rank, kind, n, number, forever))
+        for kind, number in traced.KINDS if name in traced.PROGRAMS else ():
+            for n in range(1, _TRACED + 1):
+                yield Item(name, Strike(rank, kind, n, number), traced=True)
+
+
+def _kind(item: Item) -> tuple[str, str, bool, bool]:
+    return item.strike.kind, item.strike.number, item.strike.forever, item.traced
+
+
+def _place(item: Item) -> tuple[str, int, str, bool]:
+    return item.program, item.strike.rank, item.strike.kind, item.traced
+
+
+def _first_of_each(items: list[Item], key: Callable[[Item], object]) -> list[Item]:
+    seen: set[object] = set()
+    first: list[Item] = []
+    rest: list[Item] = []
+    for item in items:
+        (rest if key(item) in seen else first).append(item)
+        seen.add(key(item))
+    return first + rest
+
+
+def complaint(item: Item, known: Known, fired: bool) -> str | None:
+    """A run whose fault never fired proves nothing; a loop whose last fault fired has not come to its end."""
+    count, n = known.count(item.strike), item.strike.n
+    if not fired and n <= count * 0.9:
+        return "its fault never fired"
+    if fired and (n > count + MARGIN - 1 or count > _MOST - MARGIN):
+        return f"there are more operations than the {count} that were counted"
+    return None

@@ -1,0 +1,91 @@
+"""The same faults from outside: strace strikes the system call in place of the seam, so that the seam is not trusted.
+
+Without ``--seccomp-bpf``, which drops an injected signal. ``when=`` counts the calls of one thread, so that only what the main
+thread does is struck.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import shutil
+import subprocess
+from pathlib import Path
+
+from scripts.proof.loops.judge import Item, Judged, Known, judge
+
+KINDS = (("error", "EIO"), ("error", "ENOSPC"), ("kill", ""))
+PROGRAMS = ("sync", "members")
+_CALLS = {"fsync": "fsync", "fsync_file": "fsync", "fsync_dir": "fsync", "mkdir": "mkdir", "rename": "rename", "unlink": "unlink",
+          "rmdir": "rmdir"}
+_ATTACH = 20.0
+
+
+def missing() -> str | None:
+    """Why nothing can be struck from outside here."""
+    if platform.machine() != "x86_64":
+        return "names of system calls are those of x86_64"
+    return None if shutil.which("strace") else "no strace"
+
+
+def countable(order: list[tuple[str, str, bool]]) -> list[int]:
+    """Every n that is one system call of the main thread."""
+    return [n for n, (op, _, main) in enumerate(order, 1) if main and op in _CALLS]
+
+
+class _Strace:
+    def __init__(self, item: Item, known: Known, log: str) -> None:
+        strike, order = item.strike, known.order[item.strike.rank]
+        call = _CALLS[order[strike.n - 1][0]]
+        number = sum(main and _CALLS.get(op) == call for op, _, main in order[:strike.n])
+        what = "signal=KILL" if strike.kind == "kill" else f"error={strike.number}"
+        self._command = ["strace", "-f", "-o", log, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={number}"]
+        self._log, self._kills = Path(log), strike.kind == "kill"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def attach(self, pid: int) -> None:
+        self._process = subprocess.Popen([*self._command, "-p", str(pid)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert self._process.stderr is not None
+        said = b""
+        while b"attached" not in said:
+            if not select.select([self._process.stderr], [], [], _ATTACH)[0]:
+                raise RuntimeError(f"strace did not attach: {said!r}")
+            piece = os.read(self._process.stderr.fileno(), 4096)
+            if not piece:
+                raise RuntimeError(f"strace has ended: {said!r}")
+            said += piece
+
+    def struck(self) -> bool:
+        assert self._process is not None
+        self._process.wait(_ATTACH)
+        text = self._log.read_text(errors="replace")
+        return "killed by SIGKILL" in text if self._kills else "(INJECTED)" in text
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process is not None and self._process.stderr is not None:
+            self._process.stderr.close()
+        self._log.unlink(missing_ok=True)
+
+
+def judge_traced(item: Item, known: Known, folder: str) -> Judged:
+    """One run struck by the seam and one by strace: both in order, and of one verdict."""
+    judged = judge(item, known, folder)
+    for again in (True, False):
+        outside = _Strace(item, known, os.path.join(folder, "strace.log"))
+        try:
+            other = judge(item, known, folder, outside)
+        finally:
+            outside.close()
+        judged.runs += other.runs
+        judged.hangs += other.hangs
+        judged.violations += other.violations
+        judged.logs += other.logs
+        if other.verdicts == judged.verdicts or other.violations:
+            break
+        if not again:
+            judged.violations.append(f"the seam and strace disagree: {judged.verdicts} and {other.verdicts}")
+    return judged

@@ -1,0 +1,98 @@
+"""The fault loops are green on this library, red on one that is broken on purpose, and meet what they say they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.proof import l2
+from scripts.proof.layer import Budget
+from scripts.proof.loops import schedule, traced
+from scripts.proof.loops.judge import Item, Judged, Known
+from scripts.proof.loops.mutants import MUTANTS
+from scripts.proof.loops.program import PROGRAMS
+from scripts.proof.loops.strikes import KINDS, Strike
+from scripts.proof.loops.zygote import Pool
+
+PROBED = 9
+"""What rank 1 does before its first save: it tries the storage."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, ["sync", "background"]) as made:
+        yield made
+
+
+def of(known: Known, rank: int, op: str, name: str = "", after: int = 0, which: int = 0) -> int:
+    """The n of the ``which``-th such operation beyond ``after``."""
+    found = [n for n, (done, where, _) in enumerate(known.order[rank], 1) if n > after and done == op and name in where]
+    return found[which]
+
+
+def judged(pool: Pool, *items: Item) -> list[Judged]:
+    found = dict(pool.judge(iter(items)))
+    return [found[item] for item in items]
+
+
+def test_every_kind_of_fault_fires_and_no_promise_is_broken(pool: Pool) -> None:
+    known = pool.known["sync"]
+    write = of(known, 1, "write", after=PROBED)
+    items = [Item("sync", Strike(1, kind, write if kind in ("error", "kill", "kill after", "slow") else 3,
+                                 "EIO" if "error" in kind else "")) for kind in KINDS if kind != "stop"]
+    items += [Item("background", Strike(0, "kill", of(pool.known["background"], 0, "mkdir"))),
+              Item("sync", Strike(0, "error", of(known, 0, "open", "commit.json"), "ENOSPC", forever=True))]
+    for item, found in zip(items, judged(pool, *items), strict=True):
+        assert found.fired and found.violations == [] and found.hangs == 0, (str(item), found.violations, found.logs)
+
+
+def test_a_loop_ends_where_nothing_is_left_to_strike(pool: Pool) -> None:
+    known = pool.known["sync"]
+    beyond = Item("sync", Strike(1, "error", known.count(Strike(1, "error", 1)) + schedule.MARGIN, "EIO"))
+    (found,) = judged(pool, beyond)
+    assert not found.fired and found.violations == []
+    assert schedule.complaint(beyond, known, True) and not schedule.complaint(beyond, known, False)
+    assert schedule.complaint(Item("sync", Strike(1, "error", 1, "EIO")), known, False) == "its fault never fired"
+
+
+def broken(pool: Pool) -> dict[str, tuple[Item, str]]:
+    """Per mutant, a run that shows it and the invariant that it breaks. Some of them do more, and so come to it later."""
+    known, fresh = pool.known["sync"], pool.known["background"]
+    return {
+        "ack without fsync": (Item("sync", Strike(1, "error", of(known, 1, "fsync", after=PROBED), "EIO")), "I9"),
+        "close unchecked": (Item("sync", Strike(1, "error", of(known, 1, "close", after=PROBED), "ENOSPC")), "I9"),
+        "silent failure": (Item("sync", Strike(1, "error", of(known, 1, "write", after=PROBED), "EIO")), "I9"),
+        "rotate first": (Item("background", Strike(0, "kill", of(fresh, 0, "open", "commit.json", which=2) + 5)), "I5"),
+        "publish first": (Item("sync", Strike(0, "kill", of(known, 0, "open", "commit.json") + 2)), "I4"),
+        "makes its way": (Item("sync", Strike(1, "stop", of(known, 1, "open", after=PROBED))), "I4"),
+    }
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_library_is_found(mutant: str, pool: Pool) -> None:
+    item, invariant = broken(pool)[mutant]
+    good, bad = judged(pool, item, Item(item.program, item.strike, mutant))
+    assert good.fired and good.violations == [], (good.violations, good.logs)
+    assert bad.fired and any(line.startswith(f"{invariant}:") for line in bad.violations), bad.violations
+
+
+@pytest.mark.skipif(traced.missing() is not None, reason=str(traced.missing()))
+def test_strace_and_the_seam_agree(pool: Pool) -> None:
+    known = pool.known["sync"]
+    items = [Item("sync", Strike(1, "error", of(known, 1, "fsync", after=PROBED), "EIO"), traced=True),
+             Item("sync", Strike(0, "kill", of(known, 0, "rename", which=-1)), traced=True)]
+    for found in judged(pool, *items):
+        assert found.runs >= 4 and found.fired and found.violations == [], (found.violations, found.logs)
+
+
+def test_a_seed_means_the_same_everywhere_and_the_first_ones_meet_every_kind() -> None:
+    items = schedule.runs(list(PROGRAMS))
+    assert schedule.runs(["dcp"]) == schedule.runs(["dcp"]) and len(set(items)) == len(items)
+    assert {item.strike.kind for item in items[:40]} == set(KINDS)
+    assert {(item.program, item.strike.rank) for item in items[:128]} == {(name, rank) for name in PROGRAMS for rank in (0, 1)}
+
+
+def test_the_layer_says_what_it_covered(pool: Pool) -> None:
+    result = l2.run(Budget(50.0, seed=3), runs=2, own=pool)
+    assert result.layer == "l2" and result.covers.startswith("seeds 3-4 of ") and result.violations == [] and result.hangs == 0
