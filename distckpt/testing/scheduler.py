@@ -191,7 +191,7 @@ class Scheduler:
         return task.woken
 
     def wake(self, task: Task, woken: bool = True) -> None:
-        if not task.blocked:
+        if not task.blocked or not task.process.alive:
             return
         task.blocked, task.woken = False, woken
         task.ticket += 1
@@ -228,9 +228,8 @@ class Scheduler:
             if not self._timers or self.steps > self.limit:
                 return None
             deadline, _, what, ticket = heapq.heappop(self._timers)
-            if isinstance(what, Task):
-                if what.ticket != ticket or not what.blocked or not what.process.alive:
-                    continue
+            if isinstance(what, Task) and (what.ticket != ticket or not what.process.alive):
+                continue
             if deadline > self.horizon + 1_000.0:
                 return None
             self.now = max(self.now, deadline)

@@ -45,7 +45,8 @@ class SimEvent:
         self._waiting.append(task)
         if scheduler.block(None if timeout is None else scheduler.now + timeout):
             return True
-        self._waiting.remove(task)
+        if task in self._waiting:  # not so when it was set between the deadline and now
+            self._waiting.remove(task)
         return self._flag
 
 
@@ -147,7 +148,7 @@ class SimRuntime:
         return self.me
 
     def alive(self, other: Identity) -> bool | None:
-        return other in self.living
+        return other in self.living if (other.boot, other.pidns) == (self.me.boot, self.me.pidns) else None
 
     def bytes_moved(self) -> int:
         return 0

@@ -101,15 +101,16 @@ class Told(CheckpointManager):
     """A manager that remembers what it was asked to save, and what it said about it, as its caller heard it."""
 
     _calls: int
+    _polls: int
     _heard: list[tuple[int, SaveHandle | str]]
     _book: Book
-    faced: list[tuple[str, int]]
+    faced: list[str]
     said: list[str]
 
     @classmethod
     def open(cls, book: Book, **options: Any) -> Told:
         manager = cls.__new__(cls)
-        manager._calls, manager._heard, manager._book = 0, [], book
+        manager._calls, manager._polls, manager._heard, manager._book = 0, 0, [], book
         manager.faced, manager.said = [], []
         book.managers.append(manager)
         manager.__init__(**options)  # type: ignore[misc]
@@ -133,12 +134,17 @@ class Told(CheckpointManager):
         return handle
 
     def poll(self, step: int) -> Todo:
-        with self._facing("poll"):
+        self._polls += 1
+        with self._facing(f"poll {self._polls}"):
             return super().poll(step)
 
     def wait(self, timeout: float | None = None) -> bool:
         with self._facing(f"wait after save {self._calls}"):
             return super().wait(timeout)
+
+    def close(self) -> None:
+        with self._facing("close"):
+            super().close()
 
     @contextmanager
     def _facing(self, where: str) -> Iterator[None]:
@@ -146,8 +152,8 @@ class Told(CheckpointManager):
             yield
         except DistckptError as error:
             self.said.append(str(error))
-            if getattr(error, "background", False):
-                self.faced.append((where, self._background.gate._ordinal if where == "poll" else 0))  # type: ignore[attr-defined]
+            if getattr(error, "background", False) or where.startswith("poll"):
+                self.faced.append(where)
             raise
 
     def verdicts(self) -> Iterator[tuple[int, str]]:
@@ -214,12 +220,14 @@ class Run:
 
 class Simulation:
     """``policy`` makes the schedule (None: one of several kinds, drawn with ``seed``). ``options`` go to every manager.
-    ``cuts``: how many of the disks that a power cut may leave are restarted from."""
+    ``cuts``: how many of the disks that a power cut may leave are restarted from. ``apart``: every rank has a host of its own,
+    so that no kernel can tell another rank which process has ended."""
 
     def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
                  policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2, horizon: float = 900.0,
-                 traced: bool = False, disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
+                 traced: bool = False, apart: bool = False, disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
         self.world, self.seed, self.keep, self.cuts, self.horizon, self.traced = world, seed, keep, cuts, horizon, traced
+        self.apart = apart
         self.strikes = [Strike.parse(f) if isinstance(f, str) else f for f in faults]
         self.options = {"stop_signals": (), "keep_last": keep, "timeouts": timeouts, **options}
         self.files = disk()
@@ -346,7 +354,8 @@ class Job:
 
     def _main(self, program: Program, rank: int, process: Process, managers: dict[int, Told]) -> Callable[[], Any]:
         scheduler, simulation = self.scheduler, self.simulation
-        me = Identity(f"host-{rank}", 100 * self.number + rank, "boot", "pid:[1]", str(self.number))
+        host = f"host-{rank if simulation.apart else 0}"
+        me = Identity(host, 100 * self.number + rank, f"boot of {host}", "pid:[1]", str(self.number))
         runtime = SimRuntime(scheduler, process, me, self.living, simulation.seed * 31 + self.number * 8 + rank)
         server = _Server(self.store, scheduler) if rank == 0 else None
 
