@@ -224,10 +224,10 @@ class Simulation:
     so that no kernel can tell another rank which process has ended."""
 
     def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
-                 policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2, horizon: float = 900.0,
+                 policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2, horizon: float = 900.0, limit: int = 400_000,
                  traced: bool = False, apart: bool = False, disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
         self.world, self.seed, self.keep, self.cuts, self.horizon, self.traced = world, seed, keep, cuts, horizon, traced
-        self.apart = apart
+        self.limit, self.apart = limit, apart
         self.strikes = [Strike.parse(f) if isinstance(f, str) else f for f in faults]
         self.options = {"stop_signals": (), "keep_last": keep, "timeouts": timeouts, **options}
         self.files = disk()
@@ -295,8 +295,8 @@ class Job:
         self.simulation, self.disk, self.strikes = simulation, disk, list(strikes)
         simulation._jobs += 1
         self.number = simulation._jobs
-        self.scheduler = Scheduler(simulation._policy(simulation.seed * 7 + self.number), simulation.horizon,
-                                   traced=simulation.traced)
+        self.scheduler = Scheduler(simulation._policy(simulation.seed * 7 + self.number), simulation.horizon, simulation.limit,
+                                   simulation.traced)
         self.store = SimStore()
         self.living: set[Identity] = set()
         self.book = Book()

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt.errors import SaveError
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
+from distckpt.testing.checker import COMMITTED, SKIPPED
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.simulation import Program, Run, Simulation, State, Told
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped."""
+    """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped.
+    ``raises``: a rank of this program raises though nothing goes wrong."""
 
     program: Program
     options: Mapping[str, Any] = field(default_factory=dict)
     rule: Callable[[Run], list[str]] = lambda run: []
+    raises: bool = False
     disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk")
+
+    def judge(self, run: Run, faults: Sequence[str]) -> list[str]:
+        """What is wrong with ``run`` beyond what the checker knows."""
+        wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop")) for fault in faults) else []
+        if not faults and not self.raises:
+            wrong += [f"I8: nothing was wrong, and rank {rank} raised {type(error).__name__}: {str(error)[:300]}"
+                      for rank, error in run.errors.items()]
+            wrong += [f"I8: nothing was wrong, and the save of step {save.step} was {save.told}" for save in run.saves
+                      if not run.errors and not set(save.told.values()) <= {COMMITTED, SKIPPED}]
+        return wrong
 
     def simulation(self, world: int = 2, seed: int = 0, **more: Any) -> Simulation:
         return Simulation(world, seed, disk=self.disk, **{**self.options, **more})
@@ -71,7 +84,8 @@ def skipping(manager: Told, rank: int) -> list[bool]:
 def stopping(manager: Told, rank: int) -> list[Any]:
     """One rank gets a signal; every rank stops, and saves, at one step (P5)."""
     seen: list[Any] = []
-    for step in range(1, 30):
+    computing = manager._seams.runtime.event()
+    for step in range(1, 40):
         if step == 3 and rank == manager.world - 1:
             manager._background.signals.raised = "SIGTERM"  # what the handler does
         todo = manager.poll(step)
@@ -80,7 +94,8 @@ def stopping(manager: Told, rank: int) -> list[Any]:
             manager.save(step, State(bytes_of(rank, step)), background=True)
         if todo.stop:
             break
-        manager._seams.runtime.sleep(0.01)
+        for _ in range(4):
+            computing.is_set()
     return seen
 
 
@@ -130,8 +145,10 @@ def _alike(run: Run) -> list[str]:
 
 
 def _stopped(run: Run) -> list[str]:
-    missing = [rank for rank, value in run.values.items() if value is not None and not value[-1][2]]
-    return _alike(run) + [f"P5: rank {rank} never heard of the signal" for rank in missing]
+    stopped = {rank: value[-1] for rank, value in run.values.items() if rank not in run.errors}
+    if len(set(stopped.values())) > 1:
+        return [f"P5: ranks stopped at different steps: {stopped}"]
+    return []
 
 
 def _no_exchange() -> CrashFiles:
@@ -151,5 +168,5 @@ SCENARIOS: dict[str, Scenario] = {
     "replacing-nfs": Scenario(replacing, disk=_no_exchange),
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
-    "leaving": Scenario(leaving),
+    "leaving": Scenario(leaving, raises=True),
 }
