@@ -117,8 +117,7 @@ class Framework(State):
     """Writes under names of its own that nobody claims (S20)."""
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        path = f"{files.path}/data.rank-{ranks.rank:05d}-of-{ranks.world:05d}.bin"
-        write_payload(files._files, path, self.data, durable=False)
+        write_payload(files._files, f"{files.path}/{self.path(ranks.rank, ranks.world)}", self.data, durable=False)
 
 
 def framework(manager: Told, rank: int) -> None:

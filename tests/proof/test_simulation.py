@@ -74,7 +74,7 @@ def test_whoever_waits_for_ever_is_found_and_shown() -> None:
         if rank == 1:
             manager._seams.runtime.event().wait()
 
-    run = Simulation(2).run(program, restart=False)
+    run = Simulation(2).job(program)
     assert run.violations == ["I6: 1.1 never ended"]
     assert "runtime.event().wait()" in run.stacks
 
@@ -84,7 +84,7 @@ def test_an_endless_loop_is_found() -> None:
         while rank == 1:
             manager._seams.runtime.event().is_set()
 
-    run = Simulation(2, limit=20_000).run(program, restart=False)
+    run = Simulation(2, limit=20_000).job(program)
     assert "I6: 1.1 never ended" in run.violations
 
 
