@@ -95,7 +95,7 @@ class Job:
         self.options = options
         self.scheduler = Scheduler(policy, horizon, limit, traced)
         self.living: set[Identity] = set()
-        self.books = [Book()]
+        self.books = [self.book()]
         self.managers: dict[int, Told] = {}
         self._faulty: list[faults.FaultyFiles] = []
         self._struck = 0
@@ -133,7 +133,7 @@ class Job:
                 owned._open.clear()
                 scheduler.dispose()
                 self.disk.before_op = None
-        ended = Ended(hung=hung, stacks=stacks, managers=self.managers, saves=[save for book in self.books for save in book.tell()],
+        ended = Ended(hung=hung, stacks=stacks, managers=self.managers, saves=self._story(),
                       steps=scheduler.steps, total=scheduler.total, seconds=scheduler.now - 1_000.0, keys=len(store.data),
                       trace=scheduler.trace or [])
         for rank, process in enumerate(processes):
@@ -147,6 +147,14 @@ class Job:
         ended.injected = [(os.strerror(getattr(errno, s.value or "EIO")),) for s in self.strikes if s.kind == "fail"]
         ended.violations = [f"I6: {name} never ended" for name in hung] + [f"I6: {text}" for text in scheduler.died]
         return ended
+
+    def _story(self) -> list[Save]:
+        told = [(when, number, save) for book in self.books
+                for number, (when, save) in enumerate(zip(book.begun, book.tell(), strict=True))]
+        return [save for _, _, save in sorted(told, key=lambda entry: entry[:2])]
+
+    def book(self) -> Book:
+        return Book(lambda: self.scheduler.steps)
 
     def _rank(self, program: Program, rank: int, seams: Seams) -> Callable[[], Any]:
         def main() -> Any:
@@ -208,7 +216,7 @@ class Beside:
     def manager(self, **options: Any) -> Told:
         """The manager of another job, of one rank. Its saves come after the ranks' in the story."""
         store, scheduler = SimStore(), self._job.scheduler
-        book = Book()
+        book = self._job.book()
         self._job.books.append(book)
         found = Bootstrap("simulated", 0, 1, lambda: Client(SimClient(store, scheduler), ""))
         return Told.open(book, root=ROOT, seams=Seams(self.files, self.runtime, found), **{**self._job.options, **options})

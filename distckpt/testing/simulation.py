@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
-from distckpt.errors import CoordinatorLost
+from distckpt.errors import CoordinatorLost, DistckptError
 from distckpt.options import Timeouts
 from distckpt.testing import checker
 from distckpt.testing.checker import ABORTED, COMMITTED, Found, Save, Story
@@ -123,7 +124,8 @@ def _one_step(run: Run, strikes: Sequence[Strike]) -> list[str]:
     """P5: what failed in the background is raised on every rank at the same boundary."""
     disturbed = any(s.kind in ("kill", "power", "stop") for s in strikes)
     lost = any(isinstance(error, CoordinatorLost) for error in run.errors.values())
-    faced = {rank: manager.faced for rank, manager in run.managers.items()}
+    faced = {rank: manager.faced for rank, manager in run.managers.items()
+             if isinstance(run.errors.get(rank), (DistckptError, NoneType))}
     if disturbed or lost or len({repr(where) for where in faced.values()}) <= 1:
         return []
     return [f"P5: a failed background save was raised at different places: {faced}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,9 +125,11 @@ def verdict_of(error: BaseException | None) -> str:
 
 
 class Book:
-    """The saves of one job, in the order of their calls."""
+    """The saves of one job, in the order of their calls. ``moment`` says when each was begun, among those of other jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Callable[[], int]) -> None:
+        self.moment = moment
+        self.begun: list[int] = []
         self.saves: list[tuple[int, dict[str, bytes]]] = []
         self.managers: list[Told] = []
         self.disturbed: list[str] = []
@@ -135,6 +137,7 @@ class Book:
     def begin(self, call: int, step: int, path: str, data: bytes) -> None:
         if call == len(self.saves):
             self.saves.append((step, {}))
+            self.begun.append(self.moment())
         self.saves[call][1][path] = bytes(data)
 
     def tell(self) -> list[Save]:
