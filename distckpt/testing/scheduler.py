@@ -19,7 +19,7 @@ OUTSIDE = frozenset({"file", "store"})
 """Kinds of operation that others can see: at these a process is counted, and may be killed, stopped or slowed."""
 
 
-class Gone(GreenletExit):
+class Gone(GreenletExit):  # type: ignore[misc]
     """Unwinds a thread whose process is no more; nothing that it still tries happens."""
 
 

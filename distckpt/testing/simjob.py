@@ -158,8 +158,8 @@ class Job:
 
     def _rank(self, program: Program, rank: int, seams: Seams) -> Callable[[], Any]:
         def main() -> Any:
-            with Told.open(self.books[0], root=ROOT, seams=seams, **self.options) as manager:
-                self.managers[rank] = manager
+            manager = self.managers[rank] = Told.open(self.books[0], root=ROOT, seams=seams, **self.options)
+            with manager:
                 return program(manager, rank)
 
         return main
@@ -234,12 +234,12 @@ class _Server:
 
 @contextmanager
 def watched_gates() -> Iterator[None]:
-    before = background.Gate
-    background.Gate = WatchedGate  # type: ignore[misc]
+    before = background.Gate  # type: ignore[attr-defined]
+    background.Gate = WatchedGate  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        background.Gate = before  # type: ignore[misc]
+        background.Gate = before  # type: ignore[attr-defined]
 
 
 @contextmanager

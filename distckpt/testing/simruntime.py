@@ -257,7 +257,7 @@ class WatchedGate(Gate):
         self._visit = runtime.visit
         super().__init__(runtime, limit)
 
-    @property  # type: ignore[override]
+    @property
     def place(self) -> tuple[int, Any]:
         self._visit("gate", "read place")
         return self._place
@@ -267,7 +267,7 @@ class WatchedGate(Gate):
         self._visit("gate", "write place")
         self._place = value
 
-    @property  # type: ignore[override]
+    @property
     def flag(self) -> bool:
         self._visit("gate", "read flag")
         return self._flag

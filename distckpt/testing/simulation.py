@@ -38,14 +38,14 @@ class Run(Ended):
 
 
 class Simulation:
-    """``policy`` makes the schedule of a job (None: one of several kinds, drawn with ``seed``). ``options`` go to every manager.
+    """``policy`` makes the schedule of a job (None: one of several kinds, drawn with ``seed``). ``options`` go to the managers.
     ``cuts``: how many of the disks that a power cut may leave are restarted from. ``apart``: every rank has a host of its own,
     so that no kernel can tell another rank which process has ended. ``horizon`` (seconds of its clock) and ``limit``
     (operations): whoever still runs then hangs."""
 
     def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
-                 policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2, horizon: float = 900.0,
-                 limit: int = 400_000, traced: bool = False, apart: bool = False,
+                 policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2,
+                 horizon: float = 900.0, limit: int = 400_000, traced: bool = False, apart: bool = False,
                  disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
         self.world, self.seed, self.keep, self.cuts, self.apart = world, seed, keep, cuts, apart
         self.horizon, self.limit, self.traced = horizon, limit, traced

@@ -46,7 +46,7 @@ class State:
         return type(self)(tree["data"], self.folder)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        self.data = checkpoint.files.read(f"{checkpoint.path}/{self.path(ranks.rank, ranks.world)}", 1 << 20)
+        self.data = checkpoint._files.read(f"{checkpoint.path}/{self.path(ranks.rank, ranks.world)}", 1 << 20)
 
 
 class Told(CheckpointManager):

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distckpt.testing.explore import first_job, schedules
-from distckpt.testing.simulation import Run
+from distckpt.testing.simulation import Run, Strike
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.scenarios import SCENARIOS
 
 _VALUES = {"kill": [""], "power": [""], "stop": ["", "45"], "slow": ["0.5"], "fail": ["EIO", "ENOSPC"], "lost": ["EIO"]}
-_SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving", "two")
+_SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving",
+           "two")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Tally:
     result: Result = field(default_factory=lambda: Result("l0"))
     outcomes: set[int] = field(default_factory=set)
 
-    def note(self, case: Case, run: Run, seconds: float) -> None:
+    def note(self, case: Case, run: Run) -> None:
         result = self.result
         result.runs += 1
         result.states += 1
@@ -92,9 +93,8 @@ class Tally:
                 result.violations[-1] += f" ({len(run.violations) - 1} more)"
 
     def run(self, case: Case) -> Run:
-        begun = time.process_time()
         run = case.run()
-        self.note(case, run, time.process_time() - begun)
+        self.note(case, run)
         return run
 
 
@@ -105,9 +105,8 @@ def sweep(scenario: str, world: int, kinds: Sequence[str], stride: int, seed: in
         for rank in range(world if kind != "power" else 1):
             top = base.total if kind == "power" else base.operations[rank]
             for value in _VALUES[kind]:
-                who = "" if kind == "power" else f":{rank}"
                 for at in range(1 + offset % stride, top + 1, stride):
-                    yield Case(scenario, world, seed, (f"{kind}{who}@{at}" + (f":{value}" if value else ""),))
+                    yield Case(scenario, world, seed, (str(Strike(kind, rank, at, value)),))
 
 
 def seeded(number: int) -> Case:
@@ -120,7 +119,7 @@ def seeded(number: int) -> Case:
         rank = draw.randrange(world)
         top = 480 if kind == "power" else 420 if rank == 0 else 95
         value = draw.choice(_VALUES[kind])
-        faults.append(f"{kind}" + ("" if kind == "power" else f":{rank}") + f"@{draw.randrange(1, top)}" + (f":{value}" if value else ""))
+        faults.append(str(Strike(kind, rank, draw.randrange(1, top), value)))
     return Case(scenario, world, number, tuple(faults), apart=draw.random() < 0.25)
 
 
@@ -131,7 +130,7 @@ def delayed(tally: Tally, scenario: str, world: int, bound: int, left: Budget, s
     def width(delays: object) -> list[int]:
         case = Case(scenario, world, delays=tuple(sorted(dict(delays).items())))  # type: ignore[call-overload]
         run, seen = case.watched()
-        tally.note(case, run, 0.0)
+        tally.note(case, run)
         return seen
 
     for _ in schedules(bound, width, stride, offset):
@@ -151,53 +150,52 @@ def _seeds(first: int, last: int, seconds: float) -> tuple[Result, set[int], int
     return tally.result, tally.outcomes, number
 
 
+_DELAYED = (("one", 2, 7), ("stopping", 2, 7), ("background", 3, 29))
+_SWEPT = (("sync", ("kill", "power"), 9), ("background", ("fail", "stop"), 11), ("replacing-nfs", ("power",), 7))
+
+
 def run(budget: Budget) -> Result:
-    """A third of a short budget goes to schedules within the bound, a third to single faults, the rest to seeds; a long one runs
-    both to their end on the small scenarios and spends what is left on seeds, on every core."""
+    """A third of a short budget goes to schedules within the bound, a third to single faults, the rest to seeds; a long one walks
+    both whole on the small scenarios and spends what is left on seeds, on every core."""
     begun = time.monotonic()
     tally = Tally()
     quick = budget.seconds < 300
     covers: list[str] = []
     part = Budget(budget.seconds / (3 if quick else 8))
-    for scenario, world, bound, stride in (("one", 2, 1, 1 if not quick else 7), ("stopping", 2, 1, 1 if not quick else 7),
-                                           ("background", 3, 1, 1 if not quick else 29)):
-        count = delayed(tally, scenario, world, bound, part, stride, budget.seed)
-        covers.append(f"{abs(count)} schedules of {scenario} on {world} ranks with at most {bound} delay"
-                      + (f" (1 in {stride})" if stride > 1 else "") + (" until the time was up" if count < 0 else ""))
+    for scenario, world, stride in _DELAYED:
+        count = delayed(tally, scenario, world, 1, part, stride if quick else 1, budget.seed)
+        covers.append(f"{abs(count)} schedules of {scenario} on {world} ranks with at most 1 delay"
+                      + (f" (1 in {stride})" if quick else "") + (" until the time was up" if count < 0 else ""))
     part = Budget(budget.seconds / (3 if quick else 4))
-    for scenario, kinds, stride in (("sync", ("kill", "power"), 9), ("background", ("fail", "stop"), 11), ("replacing-nfs", ("power",), 7)):
-        count = 0
+    for scenario, kinds, stride in _SWEPT:
+        count, whole = 0, True
         for case in sweep(scenario, 2, kinds, stride if quick else 1, budget.seed, budget.seed):
-            if part.left <= 0:
+            whole = part.left > 0
+            if not whole:
                 break
             tally.run(case)
             count += 1
-        covers.append(f"{count} single faults ({'/'.join(kinds)}) of {scenario}" + (" until the time was up" if part.left <= 0 else ""))
-    covers.append(_many(tally, budget))
+        covers.append(f"{count} single faults ({'/'.join(kinds)}) of {scenario}" + ("" if whole else " until the time was up"))
+    covers.append(_many(tally, budget, quick))
     tally.result.distinct = len(tally.outcomes)
     tally.result.covers = "; ".join(covers)
     tally.result.seconds = time.monotonic() - begun
     return tally.result
 
 
-def _many(tally: Tally, budget: Budget) -> str:
-    """Seeds on every core until the budget ends. Each worker has its own stripe of a thousand million."""
-    workers = max(min(os.cpu_count() or 1, 8), 1) if budget.seconds >= 300 else min(os.cpu_count() or 1, 2)
+def _many(tally: Tally, budget: Budget, quick: bool) -> str:
+    """Seeds on every core until the budget ends, each worker from a start of its own."""
     left = budget.left
     if left <= 0:
         return "no seeds"
-    stripes = [(budget.seed * 1_000_003 + w * 100_000_000, budget.seed * 1_000_003 + (w + 1) * 100_000_000, left) for w in range(workers)]
+    workers = min(os.cpu_count() or 1, 2 if quick else 8)
+    starts = [(budget.seed * workers + worker) * 100_000_000 for worker in range(workers)]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        parts = pool.starmap(_seeds, stripes)
-    told = []
-    for (first, _, _), (result, outcomes, stopped) in zip(stripes, parts, strict=True):
+        parts = pool.starmap(_seeds, [(start, start + 100_000_000, left) for start in starts])
+    for result, outcomes, _ in parts:
         tally.result.add(result)
         tally.outcomes |= outcomes
-        told.append(f"{first}-{stopped - 1}")
-    return "seeds " + ", ".join(told)
-
-
-LAYER = Layer("l0", "simulation: schedules, faults and seeds", lambda: _missing(), run, 60.0, 20 * 60.0)
+    return "seeds " + ", ".join(f"{start}-{stopped - 1}" for start, (_, _, stopped) in zip(starts, parts, strict=True))
 
 
 def _missing() -> str | None:
@@ -206,6 +204,9 @@ def _missing() -> str | None:
     except ImportError:
         return "the greenlet package (pip install greenlet)"
     return None
+
+
+LAYER = Layer("l0", "simulation: schedules, faults and seeds", _missing, run, 60.0, 20 * 60.0)
 
 
 def main() -> int:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from distckpt.durable import Files, Item, Output, Stat
+from distckpt.durable import Files, Output, Stat
 from distckpt.errors import (
     CoordinatorLost,
+    DiskFull,
     LeaseLost,
     NoUsableCheckpoint,
     RankDisagreement,
@@ -24,7 +25,6 @@ from distckpt.errors import (
 )
 from distckpt.testing import checker, faults
 from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN
-from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.simruntime import SimRuntime
 from distckpt.testing.simulation import ROOT, Beside, Run, Simulation, State, Told, tree_of
 from scripts.proof.l0 import Case, sweep
@@ -67,13 +67,13 @@ def told(simulation: Simulation) -> list[set[str]]:
 @pytest.mark.parametrize("scenario", ["replacing", "replacing-nfs"])
 def test_S2_S13_killed_anywhere_in_a_replace(scenario: str) -> None:
     """With an exchange of names, and without: the old one or the new one, never neither, and never swapped back."""
-    all_well(sweep(scenario, 2, ["kill"], 9, offset=3))
-    all_well(sweep(scenario, 2, ["power"], 13, seed=5, offset=5))
+    all_well(sweep(scenario, 2, ["kill"], 17, offset=3))
+    all_well(sweep(scenario, 2, ["power"], 23, seed=5, offset=5))
 
 
 def test_S3_an_abort_after_the_marker_is_not_resurrected() -> None:
     """The publish fails, the marker is taken back; killed at any point of that, recovery finds nothing to roll forward."""
-    for at in range(100, 200, 7):
+    for at in range(100, 200, 11):
         simulation = Simulation(2, seed=at)
         run = simulation.job(saves(1, 2), [f"kill:0@{at}"],
                              file_faults={0: [faults.fail(errno.EIO, op="rename", path=lambda p: p.endswith("/step-2"))]})
@@ -85,12 +85,12 @@ def test_S3_an_abort_after_the_marker_is_not_resurrected() -> None:
 @pytest.mark.parametrize("scenario", ["two", "background"])
 def test_S4_rank_0_stands_still_around_the_decision(scenario: str) -> None:
     """A deadline that passes on another rank ends in unknown or in one verdict for all, wherever rank 0 stood."""
-    runs = all_well(case for case in sweep(scenario, 2, ["stop"], 11, seed=3, offset=4) if case.faults[0].startswith("stop:0"))
+    runs = all_well(case for case in sweep(scenario, 2, ["stop"], 21, seed=3, offset=4) if case.faults[0].startswith("stop:0"))
     assert any(UNKNOWN in save.told.values() for run in runs for save in run.saves)
 
 
 def test_S4_a_slow_rank_meets_the_decision() -> None:
-    all_well(sweep("two", 3, ["slow", "stop"], 29, seed=1))
+    all_well(sweep("two", 3, ["slow", "stop"], 61, seed=1))
 
 
 def _taker(me: Beside) -> str:
@@ -131,7 +131,7 @@ def test_S6_of_two_takers_one_wins(seed: int) -> None:
         me.runtime.sleep(1.0)
         return _taker(me)
 
-    run = Simulation.job(simulation, nobody, world=0, beside={"one": late, "other": late})
+    run = simulation.job(nobody, world=0, beside={"one": late, "other": late})
     well(run)
     assert sorted(str(value) for value in run.values.values()).count("took over") >= 1, (run.values, run.errors, first)
     well(simulation.restart())
@@ -158,7 +158,7 @@ def test_S7_a_root_that_lost_its_checkpoints_is_no_fresh_start() -> None:
 def test_S8_a_marker_that_only_the_cache_has_is_made_durable_before_it_counts() -> None:
     """Killed between marker and publish, and the marker's fsync had failed: what recovery publishes survives the next cut."""
     found = 0
-    for at in range(170, 320):
+    for at in range(252, 268):
         simulation = Simulation(2, seed=2)
         simulation.job(saves(1, 2), [f"kill:0@{at}"])
         marker = [path for path in simulation.files.snapshot() if path.endswith("/step-2/commit.json") and "/staging/" in path]
@@ -182,7 +182,7 @@ def test_S9_sub_directories_are_durable_before_the_marker() -> None:
             manager.save(step, State(bytes_of(rank, step), "deep/er"))
 
     total = Simulation(2).job(program).total
-    for at in range(120, total, 9):
+    for at in range(120, total, 17):
         well(Simulation(2, seed=at, faults=[f"power@{at}"], cuts=3).run(program))
 
 
@@ -192,16 +192,14 @@ class _Nfs(Files):
     def __init__(self, inner: Files, runtime: SimRuntime) -> None:
         self._inner, self._runtime = inner, runtime
         self._absent: dict[str, float] = {}
-        self.lied = 0
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("stat", "read", "pieces", "is_dir", "open", "lied", "is_network", "fsync", "fsync_dir"):
+        if name.startswith("_") or name in _Nfs.__dict__:
             return object.__getattribute__(self, name)
         return getattr(self._inner, name)
 
     def _ask(self, path: str, do: Callable[[], Any]) -> Any:
         if self._absent.get(path, -1.0) > self._runtime.monotonic():
-            self.lied += 1
             raise FileNotFoundError(errno.ENOENT, "remembered as absent", path)
         try:
             return do()
@@ -275,21 +273,20 @@ def test_S11_an_old_attempt_in_doubt_is_not_rolled_over_a_newer_commit() -> None
 def test_S12_a_save_in_doubt_satisfies_no_skip_and_nothing_is_rotated() -> None:
     simulation = Simulation(2, seed=3, keep=1)
 
-    def program(manager: Told, rank: int) -> list[str]:
+    def program(manager: Told, rank: int) -> bool:
         manager.save(1, State(bytes_of(rank, 1)))
         with pytest.raises(SaveError):
             manager.save(2, State(bytes_of(rank, 2)))
         again = manager.save(2, State(bytes_of(rank, 2, "again ")), on_exists="skip")
         manager.save(3, State(bytes_of(rank, 3)))
-        return [again.skipped]  # type: ignore[list-item]
+        return again.skipped
 
-    root_syncs = faults.fail(errno.EIO, 1, op="fsync_dir", path=lambda p: p == ROOT)
     armed = {"on": False}
     fault = faults.Fault("error", 1, "fsync_dir", lambda p: armed["on"] and p == ROOT, number=errno.EIO)
     arm = faults.call(lambda operation: armed.update(on=True), 1, op="rename", path=lambda p: p == f"{ROOT}/step-2")
     run = well(simulation.job(program, file_faults={0: [arm, fault]}))
-    assert fault.fired and not root_syncs.fired
-    assert run.values == {0: [False], 1: [False]}, run.errors
+    assert fault.fired
+    assert run.values == {0: False, 1: False}, run.errors
     assert told(simulation)[:3] == [{COMMITTED}, {UNKNOWN}, {COMMITTED}]
     assert standing(simulation) == ["step-1", "step-2", "step-3"], "the disk did not keep a name: nothing may be rotated away"
 
@@ -303,7 +300,7 @@ def test_S14_the_reply_of_the_publish_is_lost() -> None:
 
 
 def test_S14_the_reply_of_any_operation_is_lost() -> None:
-    all_well(case for case in sweep("two", 2, ["lost"], 7, seed=2))
+    all_well(case for case in sweep("two", 2, ["lost"], 15, seed=2))
 
 
 def test_S15_a_torn_body_fills_no_slot() -> None:
@@ -323,25 +320,34 @@ def test_S15_a_torn_body_fills_no_slot() -> None:
 
 
 def test_S16_whether_a_save_is_skipped_is_alike_on_every_rank() -> None:
-    runs = all_well(Case("skipping", world, seed) for world in (2, 3) for seed in range(20))
+    runs = all_well(Case("skipping", world, seed) for world in (2, 3) for seed in range(10))
     assert any(SKIPPED in save.told.values() for run in runs for save in run.saves)
 
 
 def test_S17_news_is_acted_on_at_one_boundary() -> None:
-    runs = all_well(Case("stopping", world, seed) for world in (2, 3) for seed in range(40))
-    assert sum(any(value[-1][2] for value in run.values.values()) for run in runs) > 20
+    runs = all_well(Case("stopping", world, seed) for world in (2, 3) for seed in range(25))
+    assert sum(any(value[-1][2] for value in run.values.values()) for run in runs) > 10
 
 
 def test_S17_ranks_that_poll_with_different_steps_disagree_on_all() -> None:
-    def program(manager: Told, rank: int) -> None:
+    """Found when the freeze meets them at one ordinal; otherwise they are alike all the same."""
+
+    def program(manager: Told, rank: int) -> bool:
         for step in range(1, 60):
             if step == 3 and rank == 0:
                 manager._background.signals.raised = "SIGTERM"
-            manager.poll(step + 100 * rank)
+            if manager.poll(step + 100 * rank).stop:
+                return True
             manager._seams.runtime.sleep(0.01)
+        return False
 
-    run = well(Simulation(2, seed=8).job(program))
-    assert {type(error) for error in run.errors.values()} == {RankDisagreement}, run.errors
+    seen = set()
+    for seed in range(10):
+        run = well(Simulation(2, seed=seed).job(program))
+        kinds = {type(error) for error in run.errors.values()}
+        assert (kinds, len(run.errors)) in ((set(), 0), ({RankDisagreement}, 2)), run.errors
+        seen |= kinds
+    assert seen == {RankDisagreement}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -357,15 +363,16 @@ def test_S18_a_rank_in_close_and_news_at_once(seed: int) -> None:
                 manager._background.signals.raised = "SIGTERM"
 
     simulation = Simulation(2, seed=seed)
-    run = simulation.job(program, [f"fail:1@{1 + seed % 3}:ENOSPC"])
-    assert not run.hung, run.stacks
-    assert all(isinstance(error, SaveError) for error in run.errors.values()), run.errors
+    fault = faults.fail(errno.ENOSPC, 1 + seed % 2, op="write", path="data.rank")
+    run = simulation.job(program, file_faults={1: [fault]})
+    assert fault.fired and not run.hung, run.stacks
+    assert {type(error) for error in run.errors.values()} == {DiskFull} and len(run.errors) == 2, run.errors
     assert [v for v in run.violations if not v.startswith("P5")] == []
-    simulation.restart(run)
+    well(simulation.restart())
 
 
 def test_S18_rank_0_dies_and_everyone_hears_of_it() -> None:
-    runs = all_well(case for case in sweep("background", 3, ["kill"], 17, seed=2, offset=6) if case.faults[0].startswith("kill:0"))
+    runs = all_well(case for case in sweep("background", 3, ["kill"], 31, seed=2, offset=6) if "kill:0" in case.faults[0])
     assert all(isinstance(run.errors.get(rank), CoordinatorLost) for run in runs for rank in (1, 2) if rank in run.errors)
     assert any(run.errors for run in runs)
 
@@ -376,17 +383,18 @@ def test_S19_the_store_stays_flat() -> None:
 
 
 def test_S19_what_an_aborted_attempt_left_is_never_taken_for_news() -> None:
-    all_well(sweep("sync", 2, ["fail"], 13, seed=4))
+    all_well(sweep("sync", 2, ["fail"], 37, seed=4))
 
 
 def test_S20_files_that_nobody_claims_are_synced_where_they_were_written() -> None:
-    all_well(Case("framework", 2, case.seed, case.faults, apart=True) for case in sweep("framework", 2, ["power"], 7, seed=1))
+    cases = sweep("framework", 2, ["power"], 21, seed=1)
+    all_well(Case("framework", 2, case.seed, case.faults, apart=True) for case in cases)
 
 
 def test_S21_what_rotation_removes_is_gone_in_order() -> None:
     """No unlink is durable before its move, and a late writer of a dead attempt writes into nothing."""
-    all_well(sweep("sync", 2, ["power"], 9, seed=9, offset=2))
-    all_well(case for case in sweep("sync", 2, ["stop"], 5, seed=1) if case.faults[0].startswith("stop:1"))
+    all_well(sweep("sync", 2, ["power"], 19, seed=9, offset=2))
+    all_well(case for case in sweep("sync", 2, ["stop"], 13, seed=1) if case.faults[0].startswith("stop:1"))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -465,9 +473,7 @@ def test_S24_a_rollback_survives_a_crash(at: int) -> None:
 
 def test_every_verdict_was_seen_somewhere() -> None:
     """The sweeps above are no tautology: they meet aborted, unknown and committed saves."""
-    runs = all_well(sweep("two", 2, ["fail", "stop"], 19, seed=1))
+    runs = all_well(sweep("two", 2, ["fail", "stop"], 31, seed=1))
     seen = {verdict for run in runs for save in run.saves for verdict in save.told.values()}
     assert {COMMITTED, ABORTED, UNKNOWN} <= seen
 
-
-_ = (Item, CrashFiles)

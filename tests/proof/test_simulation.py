@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distckpt.background import Background
-from distckpt.coordination.rounds import Call, Report
+from distckpt.coordination.rounds import Call
 from distckpt.durable import Files
 from distckpt.errors import RankTimeout
 from distckpt.options import Timeouts
