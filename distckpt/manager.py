@@ -109,7 +109,7 @@ class CheckpointManager:
             self._group.rounds.on_stacks = self._journal_stacks
             start.say_hello(self._owned, self._group, policy)
             timing.watch(self._owned)
-        self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None)
+        self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None, self._seams.runtime)
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
                             self._algorithm, self._on_exists, lambda series: self._series[series].policy,
                             self._hooks)

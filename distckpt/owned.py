@@ -29,8 +29,14 @@ from distckpt.status import Status
 
 log = logging.getLogger(__name__)
 
-_open: dict[tuple[int, str], OwnedRoot] = {}
+_open: dict[tuple[int, str, str], OwnedRoot] = {}
 _opening = threading.RLock()  # two managers of one root made by two threads must end up with one owner
+
+
+def _key(files: Files, layout: Layout, runtime: Runtime) -> tuple[int, str, str]:
+    """One root in one process, as the runtime tells processes apart."""
+    me = runtime.identity()
+    return me.pid, me.started, files.real(layout.root)
 
 
 def make_root(files: Files, layout: Layout) -> None:
@@ -138,7 +144,7 @@ class OwnedRoot:
     @classmethod
     def _open_here(cls, files: Files, layout: Layout, runtime: Runtime, naming: Naming | None, run_id: str | None,
                    waiting: Callable[[str], None]) -> OwnedRoot:
-        key = os.getpid(), files.real(layout.root)
+        key = _key(files, layout, runtime)
         shared = _open.get(key)
         if shared is not None and shared.files is files:
             if naming is not None and naming != shared.naming:
@@ -202,7 +208,7 @@ class OwnedRoot:
         self.users -= 1
         if self.users > 0:
             return
-        _open.pop((os.getpid(), self.files.real(self.layout.root)), None)
+        _open.pop(_key(self.files, self.layout, self.runtime), None)
         self.janitor.stop(timeout)
         self.journal.event("released", generation=self.generation)
         self.ownership.release()

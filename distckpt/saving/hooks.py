@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from distckpt import options
 from distckpt.errors import ConfigError
 from distckpt.record import CommitRecord
+from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class Hooks:
     ``journal`` is rank 0's; what fails elsewhere is kept for ``drain`` and goes along with the next report to rank 0.
     """
 
-    def __init__(self, rank: int, journal: Callable[..., None] | None) -> None:
-        self._rank, self._journal = rank, journal
+    def __init__(self, rank: int, journal: Callable[..., None] | None, runtime: Runtime) -> None:
+        self._rank, self._journal, self._runtime = rank, journal, runtime
         self._hooks: list[tuple[Hook, str]] = []
         self._failed: list[dict[str, Any]] = []
         self._running: int | None = None
@@ -43,7 +43,7 @@ class Hooks:
     @property
     def running_here(self) -> bool:
         """Whether the calling thread is inside a hook: a collective call from there could never be met by the others."""
-        return self._running == threading.get_ident()
+        return self._running == self._runtime.here()
 
     def run(self, record: CommitRecord | None) -> None:
         """Call every hook that is this rank's. ``record``: None when nothing was committed (``on_exists="skip"``)."""
@@ -52,7 +52,7 @@ class Hooks:
         for hook, ranks in list(self._hooks):
             if ranks == "rank0" and self._rank != 0:
                 continue
-            self._running = threading.get_ident()
+            self._running = self._runtime.here()
             try:
                 hook(replace(record, metrics=dict(record.metrics)))
             except KeyboardInterrupt:

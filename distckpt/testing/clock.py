@@ -145,6 +145,9 @@ class VirtualRuntime:
     def lock(self) -> Lock:
         return threading.RLock()
 
+    def here(self) -> int:
+        return threading.get_ident()
+
     def lifeline(self) -> Callable[[], bool]:
         return lambda: True
 

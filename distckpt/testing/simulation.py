@@ -1,0 +1,152 @@
+"""The whole library, all ranks in one process, on a disk in memory, a store in memory and a clock that jumps.
+
+``Simulation(world=2, seed=17, faults=["kill:1@83"]).run(program)`` runs ``program(manager, rank)`` on every rank, lets the
+faults happen, restarts the job on what is left on the disk, resumes, saves once more, and has the checker judge it all. Equal
+arguments give equal executions, operation by operation. ``job`` and ``restart`` are its two halves, for longer stories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
+
+from distckpt.errors import CoordinatorLost, DistckptError
+from distckpt.options import Timeouts
+from distckpt.testing import checker
+from distckpt.testing.checker import ABORTED, COMMITTED, Found, Save, Story
+from distckpt.testing.crashfs import CrashFiles
+from distckpt.testing.scheduler import Policy, Priorities, Walk
+from distckpt.testing.simjob import ROOT, Beside, Ended, Job, Program, Strike
+from distckpt.testing.told import State, Told
+
+__all__ = ["QUICK", "ROOT", "Beside", "Program", "Run", "Simulation", "State", "Strike", "Told", "content_at", "tree_of"]
+
+QUICK = Timeouts(arrive=20.0, progress=20.0, visible=2.0, close=20.0)
+
+
+@dataclass
+class Run(Ended):
+    """What came of a simulation. ``violations``: what the checker and the rules of a job found; empty is well. ``resumed``: what
+    every rank of the restart went on from; ``states``: how many disks it was restarted from; ``outcome``: what a reader and
+    the ranks saw, as text."""
+
+    resumed: dict[int, Any] = field(default_factory=dict)
+    states: int = 0
+    outcome: str = ""
+
+
+class Simulation:
+    """``policy`` makes the schedule of a job (None: one of several kinds, drawn with ``seed``). ``options`` go to the managers.
+    ``cuts``: how many of the disks that a power cut may leave are restarted from. ``apart``: every rank has a host of its own,
+    so that no kernel can tell another rank which process has ended. ``horizon`` (seconds of its clock) and ``limit``
+    (operations): whoever still runs then hangs."""
+
+    def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
+                 policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2,
+                 horizon: float = 900.0, limit: int = 400_000, traced: bool = False, apart: bool = False,
+                 disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
+        self.world, self.seed, self.keep, self.cuts, self.apart = world, seed, keep, cuts, apart
+        self.horizon, self.limit, self.traced = horizon, limit, traced
+        self.strikes = [Strike.parse(f) if isinstance(f, str) else f for f in faults]
+        self.options = {"stop_signals": (), "keep_last": keep, "timeouts": timeouts, **options}
+        self.files = disk()
+        self.saves: list[Save] = []
+        self._policy = policy or draw
+        self._jobs = 0
+
+    def run(self, program: Program) -> Run:
+        """``program`` on every rank, the faults, and the restart; judged."""
+        run = self.job(program, self.strikes)
+        off = run.fired and any(strike.kind == "power" for strike in self.strikes)
+        saves = list(self.saves)
+        for disk in self.files.crash_states(self.cuts, self.seed) if off else [self.files]:
+            self.files, self.saves, run.states = disk, list(saves), run.states + 1
+            self.restart(run)
+        return run
+
+    def job(self, program: Program, strikes: Sequence[str | Strike] = (), *, world: int | None = None,
+            beside: Mapping[str, Callable[[Beside], Any]] | None = None, **more: Any) -> Run:
+        """One job on the disk as it is. ``beside``: further processes, each on a host of its own; in the results they are numbered
+        after the ranks. ``more``: ``file_faults`` ({rank: faults}), ``files`` (rank to its view of the disk), options."""
+        self._jobs += 1
+        number = self._jobs
+        job = Job(number, self.files, self.world if world is None else world, self.seed * 31 + number,
+                  self._policy(self.seed * 7 + number), [Strike.parse(s) if isinstance(s, str) else s for s in strikes],
+                  {**self.options, **more}, apart=self.apart, horizon=self.horizon, limit=self.limit, traced=self.traced)
+        ended = job.run(program, beside or {})
+        run = Run(**vars(ended))
+        run.violations += _one_step(run, job.strikes)
+        run.outcome = str([(rank, type(error).__name__) for rank, error in run.errors.items()])
+        self.saves += run.saves
+        return run
+
+    def restart(self, before: Run | None = None, *, world: int | None = None, went_on: bool = True, **more: Any) -> Run:
+        """A job on what is left: resume, save once more; judged before and after that save. What it finds is added to ``before``,
+        the job that ended."""
+        run = before if before is not None else Run()
+        seen: dict[int, Any] = {}
+        trees: list[dict[str, bytes]] = []
+        disk, saves = self.files, self.saves
+
+        def program(manager: Told, rank: int) -> None:
+            found = manager.resume(verify="digest")
+            if rank == 0:
+                trees.append(tree_of(disk))
+            seen[rank] = None if found.checkpoint is None else (found.checkpoint.step, content_at(disk, found.checkpoint.path))
+            manager.save((found.step or 0) + 1000, State(b"after the restart, of rank %d" % rank))
+
+        self.saves = []
+        after = self.job(program, world=world, **more)
+        for rank, error in after.errors.items():
+            seen.setdefault(rank, f"{type(error).__name__}: {error}")
+        run.resumed, run.trace, run.steps = seen, run.trace + after.trace, run.steps + after.steps
+        run.hung, run.stacks = run.hung + after.hung, run.stacks + after.stacks
+        tree = trees[0] if trees else tree_of(disk)
+        run.violations += checker.check(Story(saves, keep=self.keep), Found(
+            tree, seen, errors=run.said, disturbed=run.disturbed,
+            injected=[words for words in run.injected if any(ABORTED in save.told.values() for save in saves)]))
+        run.violations += [f"{line} (after the restart)" for line in after.violations]
+        worked = len(after.saves) == 1 and set(after.saves[0].told.values()) == {COMMITTED}
+        if not worked:
+            run.violations.append(f"I8: the save after the restart did not work: {after.errors}")
+        elif trees:
+            wrong = checker.check(Story([*saves, *after.saves], keep=self.keep), Found(tree_of(disk), {}, went_on=True))
+            run.violations += [f"{line} (after one more save)" for line in wrong]
+        standing = sorted(checker.standing(tree).values())
+        run.outcome += f"|{standing}|{[sorted(s.told.items()) for s in saves]}|{sorted(seen.items())}"
+        self.saves = [*saves, *after.saves]
+        return run
+
+
+def _one_step(run: Run, strikes: Sequence[Strike]) -> list[str]:
+    """P5: what failed in the background is raised on every rank at the same boundary."""
+    disturbed = any(s.kind in ("kill", "power", "stop") for s in strikes)
+    lost = any(isinstance(error, CoordinatorLost) for error in run.errors.values())
+    faced = {rank: manager.faced for rank, manager in run.managers.items()
+             if isinstance(run.errors.get(rank), (DistckptError, NoneType))}
+    if disturbed or lost or len({repr(where) for where in faced.values()}) <= 1:
+        return []
+    return [f"P5: a failed background save was raised at different places: {faced}"]
+
+
+def draw(seed: int) -> Policy:
+    """The kind of schedule that belongs to ``seed``: random walks, from calm to restless, and priorities that change."""
+    kind = seed % 5
+    if kind < 3:
+        return Walk(seed, (0.02, 0.2, 1.0)[kind])
+    return Priorities(seed, (2, 5)[kind - 3], 4_000)
+
+
+def tree_of(disk: CrashFiles) -> dict[str, bytes]:
+    """Every file under the root, as the checker wants it."""
+    start = f"{ROOT}/"
+    return {path[len(start):]: data for path, data in disk.snapshot().items() if data is not None and path.startswith(start)}
+
+
+def content_at(disk: CrashFiles, path: str) -> str:
+    """What stands in the checkpoint at ``path`` now."""
+    start = f"{path}/"
+    return checker.content_of({p[len(start):]: data for p, data in disk.snapshot().items()
+                               if data is not None and p.startswith(start) and not p.endswith("/commit.json")})

@@ -1,0 +1,148 @@
+"""What a simulated job saves, and what its callers were told: the story that the checker judges by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distckpt.checkpoint import Checkpoint
+from distckpt.errors import DistckptError, SaveError
+from distckpt.manager import CheckpointManager
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import RankFiles
+from distckpt.saving.handle import SaveHandle
+from distckpt.steps import Todo
+from distckpt.testing import checker
+from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN, Save
+
+
+class State:
+    """What a rank trains: some bytes, saved as ``data.bin`` in ``folder``."""
+
+    collective = False
+    members: list[str] = []
+
+    def __init__(self, data: bytes = b"", folder: str = "") -> None:
+        self.data, self.folder = data, folder
+
+    def path(self, rank: int, world: int) -> str:
+        return (f"{self.folder}/" if self.folder else "") + f"data.rank-{rank:05d}-of-{world:05d}.bin"
+
+    def check(self) -> None:
+        return None
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        here = files.below(self.folder) if self.folder else files
+        with here.writer("data.bin") as out:
+            half = len(self.data) // 2
+            out.write(self.data[:half])
+            out.write(self.data[half:])
+
+    def tree(self) -> Any:
+        return {"data": self.data}
+
+    def of(self, tree: Any) -> State:
+        return type(self)(tree["data"], self.folder)
+
+    def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        self.data = checkpoint._files.read(f"{checkpoint.path}/{self.path(ranks.rank, ranks.world)}", 1 << 20)
+
+
+class Told(CheckpointManager):
+    """A manager that remembers what it was asked to save, and what it said about it, as its caller heard it."""
+
+    _calls: int
+    _polls: int
+    _heard: list[tuple[int, SaveHandle | str]]
+    _book: Book
+    faced: list[str]
+    said: list[str]
+
+    @classmethod
+    def open(cls, book: Book, **options: Any) -> Told:
+        manager = cls.__new__(cls)
+        manager._calls, manager._polls, manager._heard, manager._book = 0, 0, [], book
+        manager.faced, manager.said = [], []
+        book.managers.append(manager)
+        manager.__init__(**options)  # type: ignore[misc]
+        return manager
+
+    def save(self, step: int, payload: Any, **more: Any) -> SaveHandle:
+        call = self._calls
+        self._calls += 1
+        before = payload.data
+        self._book.begin(call, step, payload.path(self.rank, self.world), before)
+        try:
+            with self._facing(f"save {call}"):
+                handle = super().save(step, payload, **more)
+        except DistckptError as error:
+            if not getattr(error, "background", False):
+                self._heard.append((call, verdict_of(error)))
+            if payload.data != before:
+                self._book.disturbed.append(f"the state of rank {self.rank} in the save of step {step}")
+            raise
+        self._heard.append((call, handle))
+        return handle
+
+    def poll(self, step: int) -> Todo:
+        self._polls += 1
+        with self._facing(f"poll {self._polls}"):
+            return super().poll(step)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._facing(f"wait after save {self._calls}"):
+            return super().wait(timeout)
+
+    def close(self) -> None:
+        with self._facing("close"):
+            super().close()
+
+    @contextmanager
+    def _facing(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except DistckptError as error:
+            self.said.append(str(error))
+            if getattr(error, "background", False) or where.startswith("poll"):
+                self.faced.append(where)
+            raise
+
+    def verdicts(self) -> Iterator[tuple[int, str]]:
+        """(number of the call, verdict) of every save whose end this rank has heard."""
+        for call, heard in self._heard:
+            if isinstance(heard, str):
+                yield call, heard
+            elif heard.exception() is not None:
+                self.said.append(str(heard.exception()))
+                yield call, verdict_of(heard.exception())
+            elif heard.done():
+                yield call, SKIPPED if heard.skipped else COMMITTED
+
+
+def verdict_of(error: BaseException | None) -> str:
+    return {"aborted": ABORTED}.get(str(getattr(error, "outcome", "")), UNKNOWN) if isinstance(error, SaveError) else UNKNOWN
+
+
+class Book:
+    """The saves of one job, in the order of their calls. ``moment`` says when each was begun, among those of other jobs."""
+
+    def __init__(self, moment: Callable[[], int]) -> None:
+        self.moment = moment
+        self.begun: list[int] = []
+        self.saves: list[tuple[int, dict[str, bytes]]] = []
+        self.managers: list[Told] = []
+        self.disturbed: list[str] = []
+
+    def begin(self, call: int, step: int, path: str, data: bytes) -> None:
+        if call == len(self.saves):
+            self.saves.append((step, {}))
+            self.begun.append(self.moment())
+        self.saves[call][1][path] = bytes(data)
+
+    def tell(self) -> list[Save]:
+        saves = [Save(step, checker.content_of(files)) for step, files in self.saves]
+        for manager in self.managers:
+            for call, verdict in manager.verdicts():
+                saves[call].told[manager._group.rank] = verdict
+        return saves

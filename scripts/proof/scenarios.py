@@ -1,0 +1,171 @@
+"""What simulated jobs do: ordinary programs against the manager's own interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distckpt.errors import SaveError
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import RankFiles
+from distckpt.testing.checker import COMMITTED, SKIPPED
+from distckpt.testing.crashfs import CrashFiles, write_payload
+from distckpt.testing.simulation import Program, Run, Simulation, State, Told
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped.
+    ``raises``: a rank of this program raises though nothing goes wrong."""
+
+    program: Program
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rule: Callable[[Run], list[str]] = lambda run: []
+    raises: bool = False
+    disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk")
+
+    def judge(self, run: Run, faults: Sequence[str]) -> list[str]:
+        """What is wrong with ``run`` beyond what the checker knows."""
+        wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop")) for fault in faults) else []
+        if not faults and not self.raises:
+            wrong += [f"I8: nothing was wrong, and rank {rank} raised {type(error).__name__}: {str(error)[:300]}"
+                      for rank, error in run.errors.items()]
+            wrong += [f"I8: nothing was wrong, and the save of step {save.step} was {save.told}" for save in run.saves
+                      if not run.errors and not set(save.told.values()) <= {COMMITTED, SKIPPED}]
+        return wrong
+
+    def simulation(self, world: int = 2, seed: int = 0, **more: Any) -> Simulation:
+        return Simulation(world, seed, disk=self.disk, **{**self.options, **more})
+
+
+def bytes_of(rank: int, step: int, text: str = "") -> bytes:
+    return f"{text}step {step} of rank {rank};".encode() * 3
+
+
+def sync(manager: Told, rank: int) -> None:
+    """Three saves, two kept."""
+    for step in (1, 2, 3):
+        manager.save(step, State(bytes_of(rank, step)))
+
+
+def two(manager: Told, rank: int) -> None:
+    for step in (1, 2):
+        manager.save(step, State(bytes_of(rank, step)))
+
+
+def one(manager: Told, rank: int) -> None:
+    manager.save(1, State(bytes_of(rank, 1)))
+
+
+def in_background(manager: Told, rank: int) -> None:
+    """Background saves under a training loop that changes the state as soon as it may, and goes on after a failed one."""
+    state = State()
+    for step in range(1, 7):
+        state.data = bytes_of(rank, step)
+        try:
+            manager.poll(step)
+            if step in (1, 3, 4):
+                manager.save(step, state, background=True)
+        except SaveError:
+            pass
+        state.data = b"trained on"
+
+
+def skipping(manager: Told, rank: int) -> list[bool]:
+    """Saves that give way to one in flight: alike on every rank (S16)."""
+    skipped = []
+    for step in range(1, 6):
+        manager.poll(step)
+        skipped.append(manager.save(step, State(bytes_of(rank, step)), background=True).skipped)
+    return skipped
+
+
+def stopping(manager: Told, rank: int) -> list[Any]:
+    """One rank gets a signal; every rank stops, and saves, at one step (P5)."""
+    seen: list[Any] = []
+    computing = manager._seams.runtime.event()
+    for step in range(1, 40):
+        if step == 3 and rank == manager.world - 1:
+            manager._background.signals.raised = "SIGTERM"  # what the handler does
+        todo = manager.poll(step)
+        seen.append((step, todo.save, todo.stop))
+        if todo.save:
+            manager.save(step, State(bytes_of(rank, step)), background=True)
+        if todo.stop:
+            break
+        for _ in range(4):
+            computing.is_set()
+    return seen
+
+
+def replacing(manager: Told, rank: int) -> None:
+    """A step saved again, over the committed one (S2)."""
+    manager.save(1, State(bytes_of(rank, 1)))
+    manager.save(2, State(bytes_of(rank, 2)))
+    manager.save(2, State(bytes_of(rank, 2, "again: ")), on_exists="replace")
+
+
+def satisfied(manager: Told, rank: int) -> None:
+    """A step that is there already is skipped on every rank."""
+    manager.save(1, State(bytes_of(rank, 1)))
+    manager.save(1, State(bytes_of(rank, 1, "again: ")), on_exists="skip")
+    manager.save(2, State(bytes_of(rank, 2)))
+
+
+class Framework(State):
+    """Writes under names of its own that nobody claims (S20)."""
+
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        write_payload(files._files, f"{files.path}/{self.path(ranks.rank, ranks.world)}", self.data, durable=False)
+
+
+def framework(manager: Told, rank: int) -> None:
+    for step in (1, 2):
+        manager.save(step, Framework(bytes_of(rank, step)))
+
+
+def leaving(manager: Told, rank: int) -> None:
+    """One rank's program raises with a save in flight; no rank may hang."""
+    manager.poll(1)
+    manager.save(1, State(bytes_of(rank, 1)), background=True)
+    if rank == manager.world - 1:
+        raise KeyError("the program is wrong")
+    for step in range(2, 6):
+        manager.poll(step)
+        manager.save(step, State(bytes_of(rank, step)), background=True)
+
+
+def _alike(run: Run) -> list[str]:
+    values = {rank: value for rank, value in run.values.items() if rank not in run.errors}
+    if len({repr(value) for value in values.values()}) > 1:
+        return [f"P5: ranks did different things: {values}"]
+    return []
+
+
+def _stopped(run: Run) -> list[str]:
+    stopped = {rank: value[-1] for rank, value in run.values.items() if rank not in run.errors}
+    if len(set(stopped.values())) > 1:
+        return [f"P5: ranks stopped at different steps: {stopped}"]
+    return []
+
+
+def _no_exchange() -> CrashFiles:
+    disk = CrashFiles("/disk")
+    disk.exchange_supported = disk.links_supported = False
+    return disk
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "sync": Scenario(sync),
+    "two": Scenario(two),
+    "one": Scenario(one),
+    "background": Scenario(in_background),
+    "skipping": Scenario(skipping, {"in_flight": "skip"}, _alike),
+    "stopping": Scenario(stopping, rule=_stopped),
+    "replacing": Scenario(replacing),
+    "replacing-nfs": Scenario(replacing, disk=_no_exchange),
+    "satisfied": Scenario(satisfied),
+    "framework": Scenario(framework),
+    "leaving": Scenario(leaving, raises=True),
+}

@@ -1,0 +1,186 @@
+"""The simulation itself: it repeats, it costs no time, and it finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distckpt.background import Background
+from distckpt.coordination.rounds import Call
+from distckpt.durable import Files
+from distckpt.errors import RankTimeout
+from distckpt.options import Timeouts
+from distckpt.saving import commit
+from distckpt.steps import NOTHING, Todo
+from distckpt.testing.explore import schedules
+from distckpt.testing.simulation import Run, Simulation, State, Told
+from scripts.proof.l0 import Case, Tally, delayed, seeded, sweep
+from scripts.proof.layer import Budget
+
+HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+REPLAY = "world=2 scenario=background seed=17 fault=kill:1@40"
+
+
+def test_one_seed_is_one_execution() -> None:
+    first, second = (Case.parse(REPLAY).run(traced=True) for _ in range(2))
+    assert first.trace == second.trace
+    assert len(first.trace) > 500
+    assert Case.parse(REPLAY.replace("seed=17", "seed=18")).run(traced=True).trace != first.trace
+
+
+def test_the_line_replays_it_in_a_process_with_other_hashes() -> None:
+    mine = Case.parse(REPLAY).run(traced=True)
+    command = [sys.executable, "-m", "scripts.proof.l0", "--trace", "--replay", REPLAY]
+    done = subprocess.run(command, cwd=HERE, env={**os.environ, "PYTHONPATH": HERE, "PYTHONHASHSEED": "7"}, capture_output=True,
+                          text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:len(mine.trace)] == mine.trace
+    assert done.stdout.splitlines()[-1] == "no violation"
+
+
+def test_a_line_names_a_case() -> None:
+    for number in range(50):
+        assert Case.parse(str(seeded(number))) == seeded(number)
+    line = "world=3 scenario=sync seed=4 fault=kill:1@83,stop:0@40:30 delay=12:1 apart=1"
+    assert str(Case.parse(line)) == line
+    with pytest.raises(ValueError, match="scenario"):
+        Case.parse("scenario=none")
+
+
+def test_ten_minutes_take_no_time() -> None:
+    def program(manager: Told, rank: int) -> None:
+        if rank == 0:
+            manager.save(1, State(b"alone"))
+        else:
+            manager._seams.runtime.sleep(3_000)
+
+    begun = time.process_time()
+    run = Simulation(2, timeouts=Timeouts(arrive=600, progress=600, visible=120, close=300), horizon=10_000).run(program)
+    assert time.process_time() - begun < 1.0
+    assert isinstance(run.errors[0], RankTimeout)
+    assert "no word for 600 s" in str(run.errors[0])
+    assert run.seconds > 600
+    assert run.violations == []
+
+
+def test_whoever_waits_for_ever_is_found_and_shown() -> None:
+    def program(manager: Told, rank: int) -> None:
+        if rank == 1:
+            manager._seams.runtime.event().wait()
+
+    run = Simulation(2).job(program)
+    assert run.violations == ["I6: 1.1 never ended"]
+    assert "runtime.event().wait()" in run.stacks
+
+
+def test_an_endless_loop_is_found() -> None:
+    def program(manager: Told, rank: int) -> None:
+        while rank == 1:
+            manager._seams.runtime.event().is_set()
+
+    run = Simulation(2, limit=20_000).job(program)
+    assert "I6: 1.1 never ended" in run.violations
+
+
+def test_schedules_are_counted() -> None:
+    ran: list[dict[int, int]] = []
+
+    def width(delays: Any) -> list[int]:
+        ran.append(dict(delays))
+        return [1, 2, 3]
+
+    assert [dict(d) for d in schedules(1, width)] == [{}, {1: 1}, {2: 1}, {2: 2}]
+    assert len(list(schedules(2, width))) == 1 + 3 + 2  # after a delay at point 1, two at point 2
+    assert ran[0] == {}
+
+
+# -- broken on purpose ---------------------------------------------------------------------------------------------------
+
+
+def _first(cases: Iterator[Case] | list[Case]) -> tuple[Case, Run] | None:
+    for case in cases:
+        run = case.run()
+        if run.violations:
+            return case, run
+    return None
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def break_(what: str) -> None:
+        MUTANTS[what](monkeypatch)
+
+    return break_
+
+
+def _commit_before_acks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Call.gather
+
+    def gather(self: Call, keys: dict[int, str], timeout: float, progress: bool = False, abort: str | None = None) -> Any:
+        return whole(self, {0: keys[0]} if abort is not None else keys, timeout, progress, abort)
+
+    monkeypatch.setattr(Call, "gather", gather)
+
+
+def _flag_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poll(self: Background, step: int) -> Todo:
+        gate = self.gate
+        flag = gate.flag
+        gate.place = (gate.place[0] + 1, step)
+        return self._attend(step) if flag or self.signals.raised or self._stop_reason else NOTHING
+
+    monkeypatch.setattr(Background, "poll", poll)
+
+
+def _marker_unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(files: Files, path: str, data: bytes) -> None:
+        out = files.open(path)
+        out.write(data)
+        out.close()
+
+    monkeypatch.setattr(commit, "write_new", write)
+
+
+def _own_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, decision: str) -> bool:
+        self._client.set(self._decision, {decision: True})
+        return True
+
+    from distckpt.saving.transaction import Transaction
+    monkeypatch.setattr(Transaction, "_fix", refuse)
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "commit before the acks": _commit_before_acks, "flag before place": _flag_first, "marker not synced": _marker_unsynced}
+
+
+def test_a_commit_before_the_acks_is_found(broken: Callable[[str], None]) -> None:
+    broken("commit before the acks")
+    found = _first([Case("two", seed=seed) for seed in range(20)])
+    assert found is not None and found[1].violations[0][:2] in ("I1", "I2", "I5"), found
+
+
+def test_a_flag_that_is_read_before_the_place_is_told_is_found(broken: Callable[[str], None]) -> None:
+    broken("flag before place")
+    found = _first([Case("stopping", seed=seed) for seed in range(200)])
+    assert found is not None and found[1].violations[0].startswith("P5"), found
+
+
+def test_a_marker_that_is_not_synced_is_found(broken: Callable[[str], None]) -> None:
+    broken("marker not synced")
+    found = _first(sweep("two", 2, ["power"], 5))
+    assert found is not None and found[1].violations[0].startswith("I"), found
+
+
+def test_what_is_not_broken_passes_the_same() -> None:
+    tally = Tally()
+    for case in [Case("two", seed=seed) for seed in range(20)] + [Case("stopping", seed=seed) for seed in range(20)]:
+        tally.run(case)
+    assert delayed(tally, "one", 2, 1, Budget(100.0), stride=40) > 10
+    assert tally.result.violations == []
