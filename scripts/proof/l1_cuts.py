@@ -8,11 +8,11 @@ that the others did followed from them. What follows from what is known by progr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distckpt.testing.checker import COMMITTED, Save, Story
 from distckpt.testing.crashfs import CrashFiles
-from distckpt.testing.replay import Mark, Run, Step
+from distckpt.testing.replay import Mark, Run, Step, Write
 from scripts.proof.l1_scenarios import Scenario
 
 Clock = tuple[int, ...]
@@ -21,12 +21,18 @@ Verdicts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Event:
-    """A step with its ``rank`` and its number among that rank's steps; ``needs``: what of each rank came before it."""
+    """A step with its ``rank`` and its number among that rank's steps; ``needs``: what of each rank came before it.
+
+    ``starts``, ``ends``: whether the rank's step before it, and the one after it, is something else than more of the same: a
+    framework writes a file in thirty small pieces, and of what lies between those, a file that has its first half tells enough.
+    """
 
     step: Step
     rank: int
     number: int
     needs: Clock
+    starts: bool = True
+    ends: bool = True
 
 
 @dataclass
@@ -114,6 +120,18 @@ def _clocks(steps: Sequence[tuple[Step, int]], world: int) -> list[Event]:
             continue
         mine[rank] += 1
         events.append(Event(step, rank, mine[rank], tuple(mine)))
+    return _pieces(events)
+
+
+def _pieces(events: list[Event]) -> list[Event]:
+    last: dict[int, int] = {}
+    for index, event in enumerate(events):
+        before = last.get(event.rank)
+        if before is not None and isinstance(event.step, Write):
+            earlier = events[before]
+            if isinstance(earlier.step, Write) and earlier.step.node == event.step.node:
+                events[before], events[index] = replace(earlier, ends=False), replace(event, starts=False)
+        last[event.rank] = index
     return events
 
 
@@ -152,7 +170,7 @@ def cuts(recorded: Recorded, lagging: bool = True) -> Iterator[Cut]:
     world = recorded.scenario.world
     yield Cut(disk, told, "before anything", False)
     for index, event in enumerate(events):
-        if event.rank >= 0 and lagging and world > 1 and not isinstance(event.step, Mark):
+        if event.rank >= 0 and lagging and world > 1 and event.starts and not isinstance(event.step, Mark):
             yield from _lagging(recorded, index, disk, told)
         if _happen(event, disk, told):
             yield Cut(disk, told, f"after line {event.step.line}", False)
@@ -185,7 +203,7 @@ def _lagging(recorded: Recorded, index: int, disk: CrashFiles, told: Told) -> It
             if not event.step.possible(branch):  # it follows from what the frozen ones did, by way of the disk
                 stuck.add(event.rank)
                 continue
-            if _happen(event, branch, heard):
+            if _happen(event, branch, heard) and event.ends:
                 where = f"after line {event.step.line}, ranks {sorted(frozen)} before line {events[index].step.line}"
                 yield Cut(branch, heard, where, True)
 

