@@ -52,8 +52,8 @@ class Limits:
     job: int = 400
 
 
-def record(scenarios: Sequence[Scenario], folder: Path) -> None:
-    """Run ``scenarios`` under strace; the recording is in ``folder``. RuntimeError when a scenario does not run as planned."""
+def record(scenarios: Sequence[Scenario], folder: Path) -> Path:
+    """Run ``scenarios`` under strace, recorded in ``folder``, which is returned. RuntimeError when one goes otherwise."""
     for one in scenarios:
         os.makedirs(one.base)
     (folder / "scenarios.json").write_text(json.dumps([one.to_json() for one in scenarios]))
@@ -62,6 +62,7 @@ def record(scenarios: Sequence[Scenario], folder: Path) -> None:
                          folder / "trace", cwd=REPOSITORY, env=env, limit=120 + _SECONDS_OF_A_SCENARIO * len(scenarios))
     if done.returncode:
         raise RuntimeError(f"the traced program ended with {done.returncode}: {done.stderr[-4000:]}")
+    return folder
 
 
 def read(folder: Path) -> Iterator[Recorded]:
@@ -136,7 +137,7 @@ def run(budget: Budget) -> Result:
             folder = home / f"from-{start}"
             folder.mkdir()
             wanted = [scenario(n, f"{folder}/s{n}") for n in range(start, start + batch)]
-            return recorder.submit(lambda: (record(wanted, folder), folder)[1])
+            return recorder.submit(record, wanted, folder)
 
         coming: Future[Path] | None = order(number)
         while coming is not None:

@@ -37,7 +37,7 @@ def _no_marker_fsync(rank: int, root: str) -> None:
         out.write(data)
         out.close()
 
-    commit.write_new = write_new
+    commit.write_new = write_new  # type: ignore[attr-defined]
 
 
 def _rotation_first(rank: int, root: str) -> None:
@@ -47,7 +47,7 @@ def _rotation_first(rank: int, root: str) -> None:
         self.rotate("main", KeepLast(1))
         return real(self, *args)
 
-    Committer.commit = early  # type: ignore[method-assign]
+    Committer.commit = early  # type: ignore[method-assign, assignment]
 
 
 def _publish_first(rank: int, root: str) -> None:
@@ -62,7 +62,7 @@ def _publish_first(rank: int, root: str) -> None:
         durable.write_new(owned.files, f"{owned.layout.final(name)}/commit.json", written.pop()[1])
         owned.files.fsync_dir(owned.layout.final(name))
 
-    commit.write_new = later
+    commit.write_new = later  # type: ignore[attr-defined]
     commit._move = move
 
 

@@ -55,7 +55,6 @@ class _View:
 
     def __init__(self, disk: CrashFiles, root: str) -> None:
         self.disk, self._root = disk, root
-        self._top = -1
         pending = disk.pending
         placed = self._placements()
         self.matter = [i for i, change in enumerate(pending) if self._matters(change, placed)]
@@ -75,9 +74,9 @@ class _View:
                     if child in nodes and nodes[child].kind == "dir":
                         found.setdefault(child, set()).add((number, name))
         for change in self.disk.pending:
-            for (where, name), child in change.effects.items():
-                if child is not None and child in nodes and nodes[child].kind == "dir":
-                    found.setdefault(child, set()).add((where, name))
+            for place, new in change.effects.items():
+                if new is not None and new in nodes and nodes[new].kind == "dir":
+                    found.setdefault(new, set()).add(place)
         return found
 
     def _matters(self, change: Change, placed: dict[int, set[tuple[int, str]]]) -> bool:
@@ -126,17 +125,15 @@ class _View:
                     if where not in touched:
                         touched[where] = dict(nodes[where].kept_entries)
                     apply(touched[where], name, child)
-        total, dirty = 0, []
+        total = 0
+        dirty: list[tuple[int, str]] = []
         top = self._find_top(touched)
         if top is None:
             return 0, []
         queue, seen = [(top, "")], {top}
         while queue:
             number, path = queue.pop()
-            entries = touched.get(number)
-            if entries is None:
-                entries = nodes[number].kept_entries
-            for name, child in entries.items():
+            for name, child in touched.get(number, nodes[number].kept_entries).items():
                 if child in seen:
                     continue
                 node, here = nodes[child], f"{path}{name}"
@@ -153,13 +150,11 @@ class _View:
         return total & _WORD, dirty
 
     def _find_top(self, touched: dict[int, dict[str, int]]) -> int | None:
-        number = 1
+        number: int | None = 1
         for part in self._root.strip("/").split("/"):
-            entries = touched.get(number)
-            found = (self.disk.nodes[number].kept_entries if entries is None else entries).get(part)
-            if found is None:
+            if number is None:
                 return None
-            number = found
+            number = touched.get(number, self.disk.nodes[number].kept_entries).get(part)
         return number
 
     def contents(self, number: int) -> list[tuple[int, bytes]]:
