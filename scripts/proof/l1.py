@@ -26,12 +26,12 @@ from pathlib import Path
 from distckpt.coordination.marks import VARIABLE
 from distckpt.testing import trace
 from distckpt.testing.checker import tree_of
-from distckpt.testing.replay import Mark, compile_run
+from distckpt.testing.replay import Mark, Write, compile_run
 from scripts.proof import l1_cuts
 from scripts.proof.l1_cuts import Recorded, understand
 from scripts.proof.l1_judge import judge, judge_job, tree_below
-from scripts.proof.l1_scenarios import Scenario, scenario
-from scripts.proof.l1_survivors import survivors
+from scripts.proof.l1_scenarios import CHOSEN, Scenario, scenario
+from scripts.proof.l1_survivors import Survivor, survivors
 from scripts.proof.layer import Budget, Layer, Result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,6 +39,8 @@ SEEDS_APART = 1000
 """A seed's scenarios are the numbers from seed * SEEDS_APART on; seed 0 begins with those chosen by hand."""
 QUICK = 120.0
 _SECONDS_OF_A_SCENARIO = 30.0
+_TURNS = (0, 2, 1, 3)
+"""Cuts are walked by their number modulo four: a walk that runs out of time has been everywhere."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def read(folder: Path) -> Iterator[Recorded]:
         if model != real:
             wrong = sorted(path for path in model.keys() | real.keys() if model.get(path) != real.get(path))
             raise RuntimeError(f"{one}: the model of the disk ends unlike the real one in {wrong[:5]}: something wrote unseen")
-        assert any(isinstance(step, Mark) for step in run.steps)
+        ranks = {step.process for step in run.steps if isinstance(step, Mark) and step.text.startswith("RANK ")}
+        if one.writer == "process" and not any(isinstance(step, Write) and step.process not in ranks for step in run.steps):
+            raise RuntimeError(f"{one}: nothing was written by the writer process")
         yield understand(run, one)
 
 
@@ -87,7 +91,6 @@ class Walk:
     limits: Limits
     until: float = float("inf")
     states: int = 0
-    judged: int = 0
     complete: bool = True
     seen: set[object] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
@@ -97,27 +100,30 @@ class Walk:
         """Walk the cuts of the order seen or, with ``lagging``, the others. Ends early after ``enough`` violations."""
         one = self.recorded.scenario
         limit = self.limits.lagging if lagging else self.limits.seen
-        for number, cut in enumerate(l1_cuts.cuts(self.recorded, lagging)):
-            if cut.lags != lagging:
-                continue
-            told, story = cut.told.key, None
-            for survivor in survivors(cut.disk, one.root, limit, number):
-                self.states += 1
-                key = told, survivor.key
-                if key in self.seen:
+        for turn in _TURNS:
+            for number, cut in enumerate(l1_cuts.cuts(self.recorded, lagging)):
+                if cut.lags != lagging or number % len(_TURNS) != turn:
                     continue
-                self.seen.add(key)
-                story = story or self.recorded.story(cut.told)
-                self.by[survivor.mode, lagging] = self.by.get((survivor.mode, lagging), 0) + 1
-                disk, count = survivor.build(number), len(self.seen)
-                wrong = judge(disk, one.root, story, len(one.phases), count % self.limits.next_save == 0)
-                if not wrong and count % self.limits.job == 0:
-                    wrong = judge_job(survivor.build(number), one.root, one.world, story, len(one.phases))
-                self.violations += [f"{line}; {survivor.mode}, cut {number}: {cut.where}, told {told}" for line in wrong]
-            if len(self.violations) >= enough or time.monotonic() > self.until:
-                self.complete = False
-                break
+                for survivor in survivors(cut.disk, one.root, limit, number):
+                    self.states += 1
+                    self._look(cut, survivor, number)
+                if len(self.violations) >= enough or time.monotonic() > self.until:
+                    self.complete = False
+                    return self
         return self
+
+    def _look(self, cut: l1_cuts.Cut, survivor: Survivor, number: int) -> None:
+        """Judge a disk, unless the next start could not tell it from one that was judged."""
+        told, one = cut.told.key, self.recorded.scenario
+        if (told, survivor.key) in self.seen:
+            return
+        self.seen.add((told, survivor.key))
+        self.by[survivor.mode, cut.lags] = self.by.get((survivor.mode, cut.lags), 0) + 1
+        story, count = self.recorded.story(cut.told), len(self.seen)
+        wrong = judge(survivor.build(number), one.root, story, len(one.phases), count % self.limits.next_save == 0)
+        if not wrong and count % self.limits.job == 0:
+            wrong = judge_job(survivor.build(number), one.root, one.world, story, len(one.phases))
+        self.violations += [f"{line}; {survivor.mode}, cut {number}: {cut.where}, told {told}" for line in wrong]
 
 
 def run(budget: Budget) -> Result:
@@ -125,7 +131,7 @@ def run(budget: Budget) -> Result:
     logging.getLogger("distckpt").setLevel(logging.CRITICAL)
     quick = budget.seconds <= QUICK
     limits = Limits(seen=24, lagging=6) if quick else Limits(seen=240, lagging=60)
-    batch = 2 if quick else 5
+    batch = 3 if quick else 5
     place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     home = Path(tempfile.mkdtemp(prefix="distckpt-l1-", dir=place))
     result = Result("l1")
@@ -143,10 +149,15 @@ def run(budget: Budget) -> Result:
         while coming is not None:
             folder = coming.result()
             coming = order(number + batch) if budget.left > 4 * _SECONDS_OF_A_SCENARIO else None
-            walks = [Walk(one, limits, time.monotonic() + max(budget.left, 5.0)) for one in read(folder)]
-            for lagging in (False, True):
-                for walk in walks:
-                    walk.go(lagging)
+            found = list(read(folder))
+            for at, one in enumerate(found, number):
+                if at < len(CHOSEN) and one.kills < sum(phase.kill is not None for phase in one.scenario.phases):
+                    raise RuntimeError(f"scenario {at}: a rank was to be killed and lived: {one.scenario}")
+            walks = [Walk(one, limits) for one in found]
+            todo = [(walk, lagging) for lagging in (False, True) for walk in walks]
+            for done, (walk, lagging) in enumerate(todo):
+                walk.until = time.monotonic() + max(budget.left, 5.0) / (len(todo) - done)
+                walk.go(lagging)
             for at, walk in enumerate(walks, number):
                 result.add(Result("l1", runs=1 + len(walk.seen), states=walk.states, distinct=len(walk.seen),
                                   violations=[f"{line}; scenario {at}: python -m scripts.proof.l1 {folder}"

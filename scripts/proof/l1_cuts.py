@@ -62,12 +62,14 @@ class Told:
 
 @dataclass
 class Recorded:
-    """One scenario's run. ``events`` in the order in which they were seen; ``contents``: of each save, as far as known."""
+    """One scenario's run. ``events`` in the order in which they were seen; ``contents``: of each save, as far as known;
+    ``kills``: how many of the planned ones came about."""
 
     scenario: Scenario
     disk: CrashFiles
     events: list[Event]
     contents: dict[int, str]
+    kills: int
 
     def story(self, told: Told) -> Story:
         """What the checker is told of a cut."""
@@ -92,7 +94,8 @@ def understand(run: Run, scenario: Scenario) -> Recorded:
         return -1 if process is None else ranks[process]
 
     events = _clocks([(step, rank_of(step.process)) for step in run.steps], scenario.world)
-    return Recorded(scenario, run.disk, events, _contents(run.steps, scenario))
+    kills = sum(isinstance(step, Mark) and step.text == "KILLED" for step in run.steps)
+    return Recorded(scenario, run.disk, events, _contents(run.steps, scenario), kills)
 
 
 def _clocks(steps: Sequence[tuple[Step, int]], world: int) -> list[Event]:
@@ -146,10 +149,8 @@ def _contents(steps: Sequence[Step], scenario: Scenario) -> dict[int, str]:
             begun.append(int(rest[0]))
         elif word == "TOLD" and rest[1] == COMMITTED and rest[2] != "-":
             found[int(rest[0])] = rest[2]
-        elif word == "RESUMED":  # what nobody was told about and a restart published all the same
-            for number in begun:
-                if number not in found and scenario.saves[number].step == int(rest[0]):
-                    found[number] = rest[1]
+        elif word == "RESUMED" and rest[1] not in found.values():  # nobody was told, and a restart published it all the same
+            found[next(n for n in reversed(begun) if n not in found and scenario.saves[n].step == int(rest[0]))] = rest[1]
     return found
 
 

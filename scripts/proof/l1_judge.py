@@ -84,6 +84,7 @@ def judge_job(disk: CrashFiles, root: str, world: int, story: Story, crashes: in
     ended = job.run(go)
     for end in ended:
         if end.error is not None:
+            job.crash()
             return [f"I8: rank {end.rank} of the next job: {end.error!r}"]
     tree = ended[0].value[1]
     answers = {end.rank: _answer(end.value[0], tree) for end in ended}

@@ -25,7 +25,7 @@ import distckpt.payloads.train_state
 from distckpt.coordination.marks import mark
 from distckpt.durable import REAL, Files
 from distckpt.options import Seams, Timeouts
-from distckpt.testing.checker import ABORTED, COMMITTED, content_of, tree_of
+from distckpt.testing.checker import COMMITTED, content_of, tree_of
 from distckpt.testing.faults import FaultyFiles, kill
 from scripts.proof import l1_mutants
 from scripts.proof.l1_scenarios import Phase, Save, Scenario
@@ -94,8 +94,8 @@ def rank(place: Place, scenario: Scenario, phase: Phase, first: int) -> int:
             mark(f"BEGIN {number} {save.step}")
             try:
                 write(manager, number, save)
-            except (distckpt.SaveError, Refused):
-                mark(f"TOLD {number} {ABORTED} -")
+            except distckpt.SaveError as error:
+                mark(f"TOLD {number} {error.outcome} -")
                 if save.fails is None:
                     raise
                 continue
@@ -112,13 +112,10 @@ def run(scenario: Scenario) -> None:
         mark("PHASE")
         ends = group(scenario.world, rank, scenario, phase, first)
         first += len(phase.saves)
-        killed = [end for end in ends if end.killed]
-        if phase.kill is None or not killed:
-            for end in ends:
-                if not end.ok:
-                    sys.exit(f"{scenario}: {end}")
-            if phase.kill is not None:
-                sys.exit(f"{scenario}: nobody was killed")
+        if phase.kill is not None and ends[phase.kill[0]].killed:
+            mark("KILLED")
+        elif not all(end.ok for end in ends):
+            sys.exit(f"{scenario}: {[str(end) for end in ends if not end.ok]}")
     mark(f"END {scenario.base}")
 
 
