@@ -18,7 +18,7 @@ from distckpt.testing.crashdisk import Change, Node, apply
 from distckpt.testing.crashfs import CrashFiles
 
 _WORD = (1 << 64) - 1
-_ALL_SUBSETS = 6
+_FEW = 64
 KILL, ORDERED, WEAK = "kill", "ordered", "weak"
 
 
@@ -60,7 +60,7 @@ class _View:
         self.matter = [i for i, change in enumerate(pending) if self._matters(change, placed)]
         self._rest = [i for i in range(len(pending)) if i not in set(self.matter)]
         self.needs = self._needs()
-        self._contents: dict[int, list[tuple[int, bytes]]] = {}
+        self._contents: dict[int, list[bytes]] = {}
 
     # -- which changes of names matter ---------------------------------------------------------------------------
 
@@ -141,12 +141,12 @@ class _View:
                     seen.add(child)
                     queue.append((child, here + "/"))
                     if shown(here):
-                        total += hash((here, "dir"))
+                        total += hash(here + "/")
                 elif shown(here):
                     if node.data != node.kept_data:
                         dirty.append((child, here))
                     else:
-                        total += hash((here, node.kept_data))
+                        total += _item(here, node.kept_data)
         return total & _WORD, dirty
 
     def _find_top(self, touched: dict[int, dict[str, int]]) -> int | None:
@@ -157,11 +157,11 @@ class _View:
             number = touched.get(number, self.disk.nodes[number].kept_entries).get(part)
         return number
 
-    def contents(self, number: int) -> list[tuple[int, bytes]]:
-        """What this file may hold: (hash, bytes), each once."""
+    def contents(self, number: int) -> list[bytes]:
+        """What this file may hold, each once. The objects stay: a bytes object remembers its hash."""
         if number not in self._contents:
             node = self.disk.nodes[number]
-            self._contents[number] = [(hash(data), data) for data in dict.fromkeys(fate(node) for fate in _FATES)]
+            self._contents[number] = list(dict.fromkeys(fate(node) for fate in _FATES))
         return self._contents[number]
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -186,6 +186,11 @@ class _View:
             elif disk.nodes[number].dirty:
                 fates[number] = dice.choice(_FATES)
         return crashstates._build(disk, tree, reachable, fates)
+
+
+def _item(path: str, data: bytes) -> int:
+    """A number to add up. A string's hash, because sums of tuples' hashes are alike when two files swap their bytes."""
+    return hash(f"{path}\0{hash(data)}")
 
 
 def _constant(data: bytes) -> crashstates.Fate:
@@ -219,10 +224,8 @@ def _subsets(view: _View, limit: int, dice: random.Random) -> list[int]:
     found = [full, 0]
     for last in range(count - 1, -1, -1):  # one lost, one alone: what was done last is what may be lost wrongly
         found += [view.closed(full & ~(1 << last)), view.needs[last]]
-    if count <= _ALL_SUBSETS:
-        found += [view.closed(mask) for mask in range(full + 1)]
-    else:
-        found += [view.closed(dice.getrandbits(count)) for _ in range(min(limit // 4, 1 << count))]
+    few = max(limit // 4, _FEW)
+    found += [view.closed(mask) for mask in (range(full + 1) if full < few else (dice.getrandbits(count) for _ in range(few)))]
     return list(dict.fromkeys(found))
 
 
@@ -233,15 +236,15 @@ def _spread(view: _View, mode: str, masks: list[int], limit: int, dice: random.R
         total, dirty = view.look(mask)
         for chosen in _fates(view, dirty, share, dice):
             key = total
-            for (_, path), (digest, _) in zip(dirty, chosen, strict=True):
-                key += hash((path, digest)) if digest else 0
-            yield Survivor(key & _WORD, mode, view, mask, tuple(data for _, data in chosen))
+            for (_, path), data in zip(dirty, chosen, strict=True):
+                key += _item(path, data)
+            yield Survivor(key & _WORD, mode, view, mask, chosen)
             left -= 1
         if left <= 0:
             return
 
 
-def _fates(view: _View, dirty: list[tuple[int, str]], share: int, dice: random.Random) -> Iterator[tuple[tuple[int, bytes], ...]]:
+def _fates(view: _View, dirty: list[tuple[int, str]], share: int, dice: random.Random) -> Iterator[tuple[bytes, ...]]:
     options = [view.contents(number) for number, _ in dirty]
     count = 1
     for option in options:

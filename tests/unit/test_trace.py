@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -128,6 +129,18 @@ def test_what_was_not_synced_can_be_lost_and_what_was_cannot(tmp_path: Path) -> 
             for disk in run.end().crash_states()]
     assert all(found["kept"] == b"bytes" for found in left)
     assert {found.get("torn") for found in left} >= {None, b"", b"bytes", b"\0" * 5}
+
+
+@needs_strace
+def test_a_program_that_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    source = f"import os; os.mkfifo({str(tmp_path / 'never')!r}); os.fork(); open({str(tmp_path / 'never')!r})"
+    with pytest.raises(subprocess.TimeoutExpired):
+        capture([program(sys.executable), "-S", "-c", source], tmp_path / "trace", limit=3)
+    pids = {line.split()[0] for line in (tmp_path / "trace").read_text().splitlines()}
+    assert len(pids) == 2
+    for pid in pids:
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 # -- traces as text ----------------------------------------------------------------------------------------------------------
