@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from distckpt.coordination import marks
 from distckpt.errors import CoordinationError, CoordinatorLost
 from distckpt.runtime import Runtime
 
@@ -60,7 +61,8 @@ class Client:
     """Keys live under ``prefix``, which carries the run's random token."""
 
     def __init__(self, raw: RawStore, prefix: str, where: str = "", sentry: Sentry | None = None) -> None:
-        self._raw, self._prefix, self._where, self._sentry = raw, prefix, where, sentry
+        self._raw: RawStore = marks.around(raw)
+        self._prefix, self._where, self._sentry = prefix, where, sentry
 
     @contextmanager
     def _asking(self, timeout: float | None = 0.0) -> Iterator[None]:

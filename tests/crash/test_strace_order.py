@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,81 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from distckpt.testing.trace import RENAMES, SYNCS, UNLINKS, WRITES, Call, capture, program, read
 from tests.crash.traced import STEPS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CALLS = ("open,openat,creat,write,pwrite64,writev,pwritev,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir,"
-         "mkdirat,rmdir,link,linkat,ftruncate,fallocate,sendfile,copy_file_range,mmap,io_uring_setup")
 LIMIT = 240
-WRITES = ("write", "pwrite64", "writev", "pwritev", "ftruncate", "fallocate", "sendfile", "copy_file_range")
-SYNCS = ("fsync", "fdatasync")
-RENAMES = ("rename", "renameat", "renameat2")
-UNLINKS = ("unlink", "unlinkat", "rmdir")
-
-_CALL = re.compile(r"^(\d+) +(\w+)\((.*)$")
-_RESUMED = re.compile(r"^(\d+) +<\.\.\. (\w+) resumed>(.*)$")
-_RESULT = re.compile(r"\)\s+=\s+(-?\d+|\?)(.*)$")
-_DESCRIPTOR = re.compile(r"\d+<(/[^>]*)>")
-_TEXT = re.compile(r'(?:AT_FDCWD<([^>]*)>|\d+<([^>]*)>)?,? ?"((?:[^"\\]|\\.)*)"')
-
-
-@dataclass(frozen=True)
-class Event:
-    """One system call that succeeded. It was called at line ``begin`` of the trace and had returned at ``end``."""
-
-    call: str
-    pid: int
-    begin: int
-    end: int
-    path: str
-    other: str = ""
-    flags: str = ""
-
-    def before(self, later: Event) -> bool:
-        return self.end < later.begin
-
-
-def parse(lines: Iterable[str]) -> list[Event]:
-    """The calls that succeeded, in the order in which they were made. A call that another thread cut in two is joined."""
-    events = []
-    halves: dict[int, tuple[int, str, str]] = {}
-    for number, line in enumerate(lines):
-        line = line.rstrip("\n")
-        resumed = _RESUMED.match(line)
-        if resumed:
-            pid = int(resumed.group(1))
-            begin, call, first = halves.pop(pid)
-            assert call == resumed.group(2), line
-            rest = first + resumed.group(3)
-        else:
-            match = _CALL.match(line)
-            if match is None:
-                continue  # a signal, or an exit
-            pid, call, rest, begin = int(match.group(1)), match.group(2), match.group(3), number
-            if rest.endswith("<unfinished ...>"):
-                halves[pid] = begin, call, rest.removesuffix("<unfinished ...>")
-                continue
-        result = _RESULT.search(rest)
-        if result is None or not result.group(1).isdigit():
-            continue
-        events.append(_event(call, pid, begin, number, rest[:result.start()], result.group(2)))
-    assert not halves or all(call in ("exit", "futex") for _, call, _ in halves.values()), halves
-    events.sort(key=lambda e: e.begin)
-    return events
-
-
-def _event(call: str, pid: int, begin: int, end: int, arguments: str, returned: str) -> Event:
-    if call in WRITES + SYNCS or call == "mmap":
-        found = _DESCRIPTOR.search(arguments)
-        return Event(call, pid, begin, end, found.group(1) if found else "", flags=arguments if call == "mmap" else "")
-    names = []
-    for here, there, text in _TEXT.findall(arguments):
-        folder = here or there
-        names.append(os.path.normpath(os.path.join(folder or "/", text)))
-    if call in ("open", "openat", "creat"):
-        opened = re.search(r"<(/[^>]*)>", returned)
-        names = [opened.group(1)] if opened else names
-    return Event(call, pid, begin, end, names[0] if names else "", names[1] if len(names) > 1 else "", arguments)
 
 
 @dataclass
@@ -101,18 +30,18 @@ class Save:
 
     staged: str
     final: str
-    events: list[Event]
+    events: list[Call]
 
     @property
     def outer(self) -> str:
         return os.path.dirname(self.staged)
 
-    def of(self, calls: Iterable[str], where: Callable[[str], bool]) -> list[Event]:
+    def of(self, calls: Iterable[str], where: Callable[[str], bool]) -> list[Call]:
         wanted = set(calls)
         return [e for e in self.events if e.call in wanted and where(e.path)]
 
 
-def saves(events: list[Event], root: str) -> list[Save]:
+def saves(events: list[Call], root: str) -> list[Save]:
     """Each attempt that got its final name, in order. Its events: everything in the root until the next one's begin."""
     found = []
     for event in events:
@@ -122,7 +51,7 @@ def saves(events: list[Event], root: str) -> list[Save]:
     return found
 
 
-def _one(events: list[Event], what: str) -> Event:
+def _one(events: list[Call], what: str) -> Call:
     assert len(events) == 1, f"{len(events)} times: {what}"
     return events[0]
 
@@ -201,7 +130,7 @@ def check(save: Save, root: str, ranks: int) -> dict[str, int]:
     return {"files": len(ends), "folders": len(folders), "gone": len(gone), "unlinked": unlinked}
 
 
-def check_all(events: list[Event], root: str, ranks: int) -> None:
+def check_all(events: list[Call], root: str, ranks: int) -> None:
     found = saves(events, root)
     assert [os.path.basename(save.final) for save in found] == [f"step-{step}" for step in STEPS]
     counts = [check(save, root, ranks) for save in found]
@@ -211,20 +140,16 @@ def check_all(events: list[Event], root: str, ranks: int) -> None:
     assert "RENAME_EXCHANGE" in next(e.flags for e in events if e.path == found[3].staged and e.call == "renameat2")
 
 
-def trace(folder: Path, ranks: int) -> tuple[list[Event], str]:
+def trace(folder: Path, ranks: int) -> tuple[list[Call], str]:
     """The events of ``tests.crash.traced`` under the root of the trace."""
-    python = os.path.realpath(sys.executable)
-    with open(python, "rb") as program:
-        assert program.read(4) == b"\x7fELF", "strace must see the interpreter, not a script that starts it"
     root, out = str(folder / "root"), folder / "trace"
-    done = subprocess.run(
-        ["strace", "--seccomp-bpf", "-f", "-y", "-s", "1", "-o", str(out), "-e", f"trace={CALLS}", sys.executable, "-m",
-         "tests.crash.traced", root, str(ranks)], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0"})
+    done = capture([program(sys.executable), "-m", "tests.crash.traced", root, str(ranks)], out, data=False, limit=LIMIT,
+                   cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
+                                        "RES_OPTIONS": "attempts:0"})
     assert done.returncode == 0, done.stderr[-3000:]
     pids = {int(line) for line in done.stdout.split()}
-    with open(out, errors="replace") as lines:
-        events = [e for e in parse(lines) if root in (e.path, e.other) or f"{root}/" in e.path or f"{root}/" in e.other]
+    events = [e for e in read(out, REPOSITORY)
+              if root in (e.path, e.other) or f"{root}/" in e.path or f"{root}/" in e.other]
     assert len(pids) == ranks
     return events, root
 
@@ -245,29 +170,29 @@ def test_the_system_calls_of_real_saves_come_in_the_order_that_the_promises_rest
 
 # -- mutants of the trace: what it would have been, had the code left a call out, or made it elsewhere -------------------
 
-def _without(events: list[Event], gone: Callable[[Event], bool]) -> list[Event]:
+def _without(events: list[Call], gone: Callable[[Call], bool]) -> list[Call]:
     return [e for e in events if not gone(e)]
 
 
-def _moved(events: list[Event], which: Callable[[Event], bool], at: int) -> list[Event]:
+def _moved(events: list[Call], which: Callable[[Call], bool], at: int) -> list[Call]:
     """Those events happen just after line ``at``, between it and the next."""
     return [replace(e, begin=at, end=at) if which(e) else e for e in events]
 
 
-def _published(save: Save) -> Event:
+def _published(save: Save) -> Call:
     return next(e for e in save.events if e.call in RENAMES and e.path == save.staged)
 
 
-def _opened(save: Save) -> Event:
+def _opened(save: Save) -> Call:
     return next(e for e in save.events if e.path == f"{save.staged}/commit.json" and "O_CREAT" in e.flags)
 
 
-def _into_trash(save: Save) -> Event:
+def _into_trash(save: Save) -> Call:
     published = _published(save)
     return next(e for e in save.events if e.call in RENAMES and "/trash/" in e.other and e.begin > published.end)
 
 
-MUTANTS: dict[str, Callable[[list[Event], Save, str], list[Event]]] = {
+MUTANTS: dict[str, Callable[[list[Call], Save, str], list[Call]]] = {
     "no fsync of the data": lambda events, save, root: _without(
         events, lambda e: e.call in SYNCS and "/there/" in e.path and e.path.startswith(save.staged)),
     "no fsync of one rank's data": lambda events, save, root: _without(
@@ -293,7 +218,8 @@ MUTANTS: dict[str, Callable[[list[Event], Save, str], list[Event]]] = {
     "unlinks before the trash's fsync": lambda events, save, root: _moved(
         events, lambda e: e.call in UNLINKS and e.path.startswith(_into_trash(save).other), _into_trash(save).end + 1),
     "another file before the marker": lambda events, save, root: _moved(
-        events, lambda e: e.call in UNLINKS and e.path == f"{_into_trash(save).other}/commit.json", len(events) * 100),
+        events, lambda e: e.call in UNLINKS and e.path == f"{_into_trash(save).other}/commit.json",
+        max(e.end for e in events) + 1),
     "data written after the marker": lambda events, save, root: [
         *events, replace(_opened(save), call="write", path=f"{save.staged}/here/late", begin=_opened(save).end + 1,
                          end=_opened(save).end + 1)],

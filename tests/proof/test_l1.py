@@ -1,0 +1,58 @@
+"""L1 finds what it is there to find: each mutant of the real code turns it red, and the code as it is does not."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.proof import l1
+from scripts.proof.l1 import Limits, Walk
+from scripts.proof.l1_cuts import Recorded
+from scripts.proof.l1_mutants import MUTANTS, ONLY_LAGGING
+from scripts.proof.l1_scenarios import Phase, Save, Scenario
+
+FEW = Limits(seen=10, lagging=4, next_save=10)
+NEEDS_TWO = ("no fsync of rank 1's data", ONLY_LAGGING)
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[dict[str, Recorded]]:
+    """One recording of the code as it is and of every mutant: {mutant or "": run}."""
+    folder = Path(tempfile.mkdtemp(prefix="distckpt-l1-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    scenarios = []
+    for number, name in enumerate(["", *MUTANTS]):
+        two = name in ("", *NEEDS_TWO)
+        saves = tuple(Save(step) for step in ((1, 2) if two else (1, 2, 3)))
+        scenarios.append(Scenario(f"{folder}/s{number}", 2 if two else 1, 1 if two else 2, (Phase(saves),), mutant=name))
+    before = logging.getLogger("distckpt").level
+    logging.getLogger("distckpt").setLevel(logging.CRITICAL)
+    try:
+        l1.record(scenarios, folder)
+        yield {one.scenario.mutant: one for one in l1.read(folder)}
+    finally:
+        logging.getLogger("distckpt").setLevel(before)
+        shutil.rmtree(folder)
+
+
+def test_the_code_as_it_is_survives_the_cuts(recorded: dict[str, Recorded]) -> None:
+    walk = Walk(recorded[""], FEW).go(False)
+    assert walk.violations == []
+    assert walk.complete and len(walk.seen) > 100 and walk.states > 2 * len(walk.seen)
+
+
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name != ONLY_LAGGING])
+def test_a_mutant_is_found(name: str, recorded: dict[str, Recorded]) -> None:
+    assert Walk(recorded[name], FEW).go(False, enough=1).violations
+
+
+def test_an_ack_that_comes_too_early_is_found_only_by_a_rank_that_lags(recorded: dict[str, Recorded]) -> None:
+    walk = Walk(recorded[ONLY_LAGGING], FEW).go(False)
+    assert walk.violations == []
+    assert walk.go(True, enough=1).violations
