@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from contextlib import suppress
 from typing import Any
 
 from distckpt import catalog, human, rotation
@@ -73,7 +75,8 @@ class Committer:
         except DistckptError:
             raise  # StepAlreadyExists is an OSError too
         except OSError as error:
-            self.owned.ownership.check()
+            with suppress(OSError):  # storage that fails altogether cannot say either whether somebody took the root over
+                self.owned.ownership.check()
             raise save_error(request.step, None, {0: self._failure(error)}, self.group.world) from error
 
     def _begin(self, request: Request, reports: dict[int, Report]) -> dict[str, Any]:
@@ -113,6 +116,9 @@ class Committer:
         rejected = owned.rejections() if standing else {}
         for entry in standing:
             head = entry.head
+            if not entry.certain:  # not known to be there, nor to be bad: the disk's fault, and no reason to move anything away
+                raise OSError(errno.EIO, f"cannot tell what stands under the name of step {request.step}: {entry.problem}",
+                              owned.layout.final(entry.name))
             if head is None or entry.problem or head.run != owned.record.run:
                 raise self._taken(entry, f"it cannot be replaced: {entry.problem or 'it belongs to another run'}",
                                   "adopt it ('distckpt adopt'), move it away or choose another root")
