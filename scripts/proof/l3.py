@@ -17,6 +17,7 @@ from pathlib import Path
 
 from scripts.proof import disks, layer
 from scripts.proof.l3_program import MUTANTS, ROTATES_FIRST
+from scripts.proof.l3_replay import replays
 from scripts.proof.l3_shutdown import cuts
 from scripts.proof.layer import Budget, Layer, Result
 from tests.crash.forks import zygote
@@ -26,7 +27,7 @@ SLACK = 150.0
 """Seconds that the last life and the clean-up may take beyond the budget."""
 
 Sweep = Callable[[float, int, str, int, str], Result]
-SWEEPS: dict[str, Sweep] = {"shutdown": cuts}
+SWEEPS: dict[str, Sweep] = {"shutdown": cuts, "replay": replays}
 
 
 def run(name: str, seconds: float, seed: int = 0, most: int = ALL, mutant: str = "") -> Result:
@@ -48,6 +49,7 @@ def _layer(name: str, title: str, programs: tuple[str, ...], quick: float, full:
 
 LAYERS = [
     _layer("shutdown", "power cuts on real ext4 and XFS", ("mkfs.ext4", "mkfs.xfs"), 15, 900),
+    _layer("replay", "block writes replayed on ext4, XFS and Btrfs", ("mkfs.ext4", "mkfs.xfs", "mkfs.btrfs"), 15, 600),
 ]
 
 

@@ -57,8 +57,8 @@ ROTATES_FIRST = "rotation before the commit"
 class Plan:
     """One life. The cut comes before operation ``n`` of rank ``victim``, counted from the start of the life (``where`` "start")
     or from the first save after the proof that saving works ("saves"); or when rank 0 has announced the ``n``-th of those saves
-    and done nothing since ("told"); or ``after`` seconds after the first ("time"); or at the very end ("end"). ``write_back``:
-    an operation before which the kernel happens to write what it holds."""
+    and done nothing since ("told"); or ``after`` seconds after the first ("time"); or at the very end ("end"). "check": no saves
+    but the one that proves that saving works. ``write_back``: before that operation the kernel happens to write what it holds."""
 
     where: str = "end"
     victim: int = 0
@@ -75,7 +75,8 @@ class Plan:
 
 @dataclass
 class Life:
-    """What a life is given. ``first``: the number of its first save, which is its step as well."""
+    """What a life is given. ``first``: the number of its first save, which is its step as well. ``clock``: a file whose length
+    says how far the disk has come."""
 
     root: str
     mount: str
@@ -83,22 +84,24 @@ class Life:
     first: int
     plan: Plan
     mutant: str = ""
+    clock: str = ""
 
 
 class Ledger:
-    """Lines of JSON, one file per rank and life. ``where``: what else is to be known of the moment."""
+    """Lines of JSON, one file per rank and life, each with the time by ``clock``."""
 
-    def __init__(self, path: str, where: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, path: str, clock: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._where = where
+        self._clock = clock
 
     def write(self, event: str, **more: Any) -> None:
-        os.write(self._fd, json.dumps({"event": event, "at": self._where(), **more}).encode() + b"\n")
+        now = os.stat(self._clock).st_size if self._clock else 0
+        os.write(self._fd, json.dumps({"event": event, "at": now, **more}).encode() + b"\n")
 
 
 @dataclass
 class Told:
-    """What the ledgers of one life say."""
+    """What the ledgers of one life say. ``spans``: per save, when it was begun and when each rank was told of it."""
 
     saves: list[checker.Save] = field(default_factory=list)
     spans: list[tuple[int, dict[int, int]]] = field(default_factory=list)
@@ -281,7 +284,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
     """One life of a rank. Returns how many operations it made up to the saves, and in them. Errors that are not distckpt's
     own, or come before the cut, go to the caller."""
     logging.getLogger().setLevel(logging.WARNING)
-    plan, ledger = life.plan, Ledger(f"{life.ledger}.{place.rank}")
+    plan, ledger = life.plan, Ledger(f"{life.ledger}.{place.rank}", life.clock)
     files = FaultyFiles(REAL, *_without(life.mutant))
     strike = _hook(life, ledger)
     mine = place.rank == plan.victim
@@ -306,7 +309,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
                 _arm(files, plan, life, strike)
             armed = time.monotonic()
             step = number
-            for kind in SAVES:
+            for kind in SAVES if plan.where != "check" else ():
                 number += 1
                 step = step if kind == "replace" else number
                 rank.save(number, kind, step, "replace" if kind == "replace" else "error")
