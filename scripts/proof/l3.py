@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from scripts.proof import disks, layer
+from scripts.proof.l3_full import fills
 from scripts.proof.l3_program import MUTANTS, ROTATES_FIRST
 from scripts.proof.l3_replay import replays
 from scripts.proof.l3_shutdown import cuts
@@ -27,7 +28,7 @@ SLACK = 150.0
 """Seconds that the last life and the clean-up may take beyond the budget."""
 
 Sweep = Callable[[float, int, str, int, str], Result]
-SWEEPS: dict[str, Sweep] = {"shutdown": cuts, "replay": replays}
+SWEEPS: dict[str, Sweep] = {"shutdown": cuts, "replay": replays, "full": fills}
 
 
 def run(name: str, seconds: float, seed: int = 0, most: int = ALL, mutant: str = "") -> Result:
@@ -50,6 +51,7 @@ def _layer(name: str, title: str, programs: tuple[str, ...], quick: float, full:
 LAYERS = [
     _layer("shutdown", "power cuts on real ext4 and XFS", ("mkfs.ext4", "mkfs.xfs"), 15, 900),
     _layer("replay", "block writes replayed on ext4, XFS and Btrfs", ("mkfs.ext4", "mkfs.xfs", "mkfs.btrfs"), 15, 600),
+    _layer("full", "full and tiny disks, ext4 and tmpfs", ("mkfs.ext4",), 10, 300),
 ]
 
 

@@ -10,6 +10,7 @@ from distckpt.testing import checker
 from scripts.proof.l3_program import KEEP, WORLD, Told
 
 _ID = re.compile(r"[0-9a-f]{8,}")
+_KEPT = (".distckpt/owner/", ".distckpt/journal/")
 _NUMBER = re.compile(r"[0-9]+")
 _STEP = re.compile(r"step-[0-9]+")
 
@@ -57,11 +58,9 @@ class Root:
 
 
 def shape(tree: Mapping[str, bytes], first: int) -> int:
-    """What tells two disks apart to a reader: which files there are, and how long, whatever their steps and ids are.
+    """What tells two disks apart to a reader: which files there are, and which of them are empty, whatever their steps and ids.
     ``first``: the number that steps are counted from."""
     def relative(path: str) -> str:
-        return _NUMBER.sub(lambda found: str(int(found.group()) - first) if "step-" in path[:found.start()] else "n",
-                           _ID.sub("x", path))
-    own = (".distckpt/owner/", ".distckpt/journal/")
-    parts = [(relative(path), len(data)) for path, data in tree.items() if not path.startswith(own)]
-    return hash(tuple(sorted(parts)))
+        path = _ID.sub("x", path)
+        return _NUMBER.sub(lambda found: str(int(found.group()) - first) if path[:found.start()].endswith("step-") else "n", path)
+    return hash(frozenset((relative(path), bool(data)) for path, data in tree.items() if not path.startswith(_KEPT)))

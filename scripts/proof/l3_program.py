@@ -24,7 +24,7 @@ from torch.serialization import set_crc32_options
 
 import distckpt
 from distckpt.durable import REAL, Files
-from distckpt.errors import DistckptError, SaveError
+from distckpt.errors import DistckptError, ResumeError, SaveError
 from distckpt.layout import Layout, rank_name
 from distckpt.options import Seams, Timeouts
 from distckpt.retention import KeepLast
@@ -167,7 +167,7 @@ def golden(number: int, kind: str, size: int) -> str:
 
 # -- the program ----------------------------------------------------------------------------------------------------------
 
-class _Rank:
+class RankProgram:
     def __init__(self, manager: distckpt.CheckpointManager, ledger: Ledger, size: int) -> None:
         self.manager, self.ledger, self.size = manager, ledger, size
         self._behind: tuple[int, SaveHandle] | None = None
@@ -241,8 +241,12 @@ class _Rank:
             wanted = _state(number, self.manager.rank, size)
             assert all(torch.equal(holder[name], wanted[name]) for name in wanted), f"not the tensors of save {number}"
         else:
-            with open(point.mine("a.bin"), "rb") as file:
-                assert file.read() == _raw(number, self.manager.rank, "a.bin", size), f"not the bytes of save {number}"
+            try:
+                with open(point.mine("a.bin"), "rb") as file:
+                    data = file.read()
+            except OSError as error:
+                raise ResumeError(f"the test's own load: {error}", step=point.step) from error
+            assert data == _raw(number, self.manager.rank, "a.bin", size), f"not the bytes of save {number}"
         self.ledger.write("resumed", answer=[point.step, golden(number, kind, size)])
 
 
@@ -293,7 +297,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
     began = time.monotonic()
     try:
         with manager_of(place, life.root, files) as manager:
-            rank = _Rank(manager, ledger, plan.size)
+            rank = RankProgram(manager, ledger, plan.size)
             rank.resume()
             if place.rank == 0:
                 _take_stock(manager, life)
@@ -303,7 +307,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
                 ledger.write("went_on")
                 if manager._owned is not None:
                     assert manager._owned.janitor.wait(PATIENCE)
-                    ledger.write("garbage", left=unclean(REAL, Layout.at(life.root)))
+                    ledger.write("garbage", left=garbage(life.root))
             begun = files.count
             if mine:
                 _arm(files, plan, life, strike)
@@ -339,6 +343,11 @@ def _take_stock(manager: distckpt.CheckpointManager, life: Life) -> None:
     assert manager._owned is not None and manager._owned.janitor.wait(PATIENCE)
     with open(f"{life.ledger}.tree", "wb") as out:
         pickle.dump(checker.tree_of(life.root), out)
+
+
+def garbage(root: str) -> list[str]:
+    """What stands in staging and trash, besides the temporary of a status file that is just being written."""
+    return [name for name in unclean(REAL, Layout.at(root)) if not name.endswith(".tmp")]
 
 
 def read_stock(ledger: str) -> Mapping[str, bytes] | None:

@@ -97,7 +97,7 @@ def _pieces(write: Write, rng: random.Random) -> Iterator[Write]:
 
 def states(epochs: Sequence[Sequence[Write]], rng: random.Random, most: int) -> list[State]:
     """Disks to judge, in the order of their flushes: every flush has its turn before one has a second."""
-    found = []
+    found: list[State] = []
     while len(found) < most:
         for epoch in rng.sample(range(len(epochs)), min(len(epochs), most - len(found))):
             issued = rng.randint(0, len(epochs[epoch]))
