@@ -92,7 +92,7 @@ def format_image(kind: str, image: str, size: int, *options: str) -> None:
     """A new file system in a sparse file."""
     with open(image, "wb") as out:
         out.truncate(size)
-    quiet = {"ext4": ["-F", "-q"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q", "-m", "single"]}[kind]
+    quiet = {"ext4": ["-F", "-q", "-m", "0"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q", "-m", "single"]}[kind]
     done = subprocess.run([f"mkfs.{kind}", *quiet, *options, image], capture_output=True, text=True,
                           env={**os.environ, "PATH": "/usr/sbin:/sbin:/usr/bin:/bin"})
     assert done.returncode == 0, f"mkfs.{kind}: {done.stderr}"

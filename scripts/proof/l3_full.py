@@ -75,9 +75,9 @@ def _fill(place: Place, life: Life, case: Case, ballast: str) -> dict[str, Any]:
         rank = RankProgram(manager, Ledger(f"{life.ledger}.{place.rank}", ""), SMALL)
         rank.resume()
         number, told = life.first, None
-        if case.what == "tiny":  # half of it is kept back: the room for one more that is as large as the last
+        if case.what == "tiny":  # more than half of it is kept back: the room for one more that is as large as the last
             if place.rank == 0:
-                _ballast(ballast, case.leave * 2 // 5)
+                _ballast(ballast, REAL.free(life.mount) * 2 // 5)
             sizes = [SMALL * 2 ** power for power in range(12)]
         else:
             rank.save(number, "shards", number)
