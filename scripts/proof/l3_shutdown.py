@@ -19,6 +19,9 @@ LIVES_PER_ROOT = 60
 ALLOWED = ("SaveError", "CoordinatorLost", "RankLost", "ConfigError", "ResumeError")
 """What a rank may raise on a disk that is gone: a failed save, a peer's end, a root that cannot be used or read."""
 SIZES = (900, 3000, 70_000, 1_300_000)
+PHASES = (("start", 0), ("saves", 0), ("saves", 1))
+SHARES = 8
+"""The operations of a life are dealt out over this many seeds: as many runs, one after the other, cut before every one."""
 NUMBERS = 10
 """Saves of one life have numbers of their own."""
 
@@ -49,20 +52,24 @@ class Target:
         os.mkdir(f"{self.disk.place}/{self.roots}")
         disks.write_back(self.disk.place)
 
+    def left(self, where: str, victim: int, seed: int) -> list[int]:
+        """Operations of the seed's share before which no cut fell yet."""
+        count = self.counts.get((where, victim), 60)
+        return [n for n in range(1 + seed % SHARES, count + 1, SHARES) if (where, victim, n) not in self.points]
 
-def _plan(target: Target, rng: random.Random) -> Plan:
-    """Mostly an operation that was not cut yet, in an order of the seed; the rest at random times and at the end."""
+
+def _plan(target: Target, rng: random.Random, seed: int) -> Plan:
+    """Mostly an operation that was not cut yet; the rest at random times and at the end."""
     kind = rng.random()
     size = SIZES[0] if rng.random() < 0.5 else rng.choice(SIZES)
-    if kind < 0.06:
+    if kind < 0.05:
         return Plan("end", size=size)
-    if kind < 0.14:
+    if kind < 0.12:
         return Plan("told", n=rng.randint(1, len(SAVES)), size=size)
-    if kind < 0.3:
+    if kind < 0.25:
         return Plan("time", after=rng.random() * target.seconds * 1.1, size=size)
-    where, victim = ("start", 0) if kind < 0.42 else ("saves", 0) if kind < 0.9 else ("saves", 1)
-    every = range(1, target.counts.get((where, victim), 60) + 1)
-    n = rng.choice([n for n in every if (where, victim, n) not in target.points] or every)
+    where, victim = ("start", 0) if kind < 0.36 else ("saves", 0) if kind < 0.77 else ("saves", 1)
+    n = rng.choice(target.left(where, victim, seed) or range(1, target.counts.get((where, victim), 60) + 1))
     target.points.add((where, victim, n))
     back = rng.randint(1, n) if where == "saves" and rng.random() < 0.3 else 0
     return Plan(where, victim, n, write_back=back, size=size)
@@ -134,7 +141,7 @@ def cuts(seconds: float, seed: int, folder: str, most: int, mutant: str) -> Resu
             target = targets[result.runs % len(targets)]
             if target.root.lives >= LIVES_PER_ROOT:
                 target.anew()
-            plan = _plan(target, rng)
+            plan = _plan(target, rng, seed)
             wrong = _one(target, plan, mutant, result)
             result.runs += 1
             result.violations += [f"{line} [{target.disk.kind}, seed {seed}, life {result.runs}: {plan}]" for line in wrong]
@@ -145,6 +152,7 @@ def cuts(seconds: float, seed: int, folder: str, most: int, mutant: str) -> Resu
             target.disk.close()
     result.states, result.distinct = result.runs, sum(len(target.shapes) for target in targets)
     result.seconds = time.monotonic() - began
-    points = ", ".join(f"{len(target.points)} operations on {target.disk.kind}" for target in targets)
+    left = {t.disk.kind: sum(len(t.left(*which, seed)) for which in PHASES) for t in targets}
+    points = ", ".join(f"{len(t.points)} operations on {t.disk.kind} ({left[t.disk.kind]} of the share left)" for t in targets)
     result.covers = f"seed {seed}: {result.runs} cuts, before {points}" + (f", mutant: {mutant}" if mutant else "")
     return result
