@@ -24,6 +24,7 @@ _SILENT = (2, 36, 42)
 _BIG_WRITES, _MAX_PAGES, _DIRECT_IO = 1 << 5, 1 << 22, 1
 _MOST = disks.MIB
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 _RECORD = struct.Struct("<QI")
 _A_FLUSH = (1 << 64) - 1
 

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
 import time
@@ -23,24 +24,37 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x00020000, 0x4000, 0x40000, 2
 _GET_FREE, _CONFIGURE, _AUTOCLEAR = 0x4C82, 0x4C0A, 4
 _SHUTDOWN, _NOLOGFLUSH = 0x8004587D, 2
+_PACKAGES = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
 _TRIES = 200
 
 
-def missing(*programs: str) -> str | None:
-    """What this machine lacks for loop mounts and for ``programs``; None when nothing."""
+def missing(*needs: str, install: bool = False) -> str | None:
+    """What this machine lacks for loop mounts and for ``needs`` (programs that make file systems, devices); None when nothing.
+    ``install``: fetch Debian's packages of those programs."""
     if os.geteuid() != 0:
         return "mounting images needs root"
-    if not os.path.exists("/dev/loop-control"):
-        return "there are no loop devices here"
+    devices = [name for name in ("/dev/loop-control", *needs) if name.startswith("/") and not os.path.exists(name)]
+    if devices:
+        return f"there is no {', '.join(devices)} here"
     done = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
     if done.returncode != 0:
         return f"no mount namespace of our own can be made: {done.stderr.strip()}"
+    programs = [name for name in needs if not name.startswith("/")]
     known = Path("/proc/filesystems").read_text(encoding="utf-8").split()
-    unknown = [kind for kind in KINDS if kind not in known]
+    unknown = [kind for kind in (name.removeprefix("mkfs.") for name in programs) if kind not in known]
     if unknown:
         return f"this kernel has no {', '.join(unknown)}"
-    absent = [name for name in programs if not any(os.access(f"{d}/{name}", os.X_OK) for d in ("/usr/sbin", "/sbin", "/usr/bin"))]
+    absent = [name for name in programs if _which(name) is None]
+    if absent and install and shutil.which("apt-get"):
+        packages = [_PACKAGES[name] for name in absent]
+        print(f"installing {' '.join(packages)}")
+        subprocess.run(["apt-get", "install", "-y", "-qq", *packages], stdout=subprocess.DEVNULL, timeout=300)
+        absent = [name for name in absent if _which(name) is None]
     return f"{', '.join(absent)} not installed" if absent else None
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path="/usr/sbin:/sbin:/usr/bin:/bin")
 
 
 def _check(result: int, *what: object) -> None:
@@ -93,8 +107,9 @@ def format_image(kind: str, image: str, size: int, *options: str) -> None:
     with open(image, "wb") as out:
         out.truncate(size)
     quiet = {"ext4": ["-F", "-q", "-m", "0"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q", "-m", "single"]}[kind]
-    done = subprocess.run([f"mkfs.{kind}", *quiet, *options, image], capture_output=True, text=True,
-                          env={**os.environ, "PATH": "/usr/sbin:/sbin:/usr/bin:/bin"})
+    program = _which(f"mkfs.{kind}")
+    assert program is not None, f"mkfs.{kind} is not installed"
+    done = subprocess.run([program, *quiet, *options, image], capture_output=True, text=True)
     assert done.returncode == 0, f"mkfs.{kind}: {done.stderr}"
     subprocess.run(["fallocate", "--dig-holes", image], check=True)  # XFS fills its log with zeros
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,23 +38,41 @@ def run(name: str, seconds: float, seed: int = 0, most: int = ALL, mutant: str =
     """One of ``SWEEPS`` in a zygote, with a folder of its own in memory."""
     folder = tempfile.mkdtemp(prefix="distckpt-l3-", dir="/dev/shm")
     try:
-        found = zygote(SWEEPS[name], seconds, seed, folder, most, mutant, timeout=seconds + SLACK)
+        found = zygote(_sweep, name, os.getpid(), seconds, seed, folder, most, mutant, timeout=seconds + SLACK)
         assert isinstance(found, Result)
         return found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _layer(name: str, title: str, programs: tuple[str, ...], quick: float, full: float) -> Layer:
+def _sweep(name: str, owner: int, seconds: float, seed: int, folder: str, most: int, mutant: str) -> Result:
+    _end_with(owner, folder)
+    return SWEEPS[name](seconds, seed, folder, most, mutant)
+
+
+def _end_with(owner: int, folder: str) -> None:
+    """Should ``owner`` be killed, this process goes as well, and with it the mounts; then the folder."""
+    me = os.getpid()
+    if os.fork():
+        return
+    handles = [os.pidfd_open(owner), os.pidfd_open(me)]
+    if handles[0] in select.select(handles, [], [])[0]:
+        os.kill(me, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _layer(name: str, title: str, needs: tuple[str, ...], quick: float, full: float) -> Layer:
     def work(budget: Budget) -> Result:
         return run(name, budget.left, budget.seed)
-    return Layer(f"l3-{name}", title, lambda: disks.missing(*programs), work, quick, full)
+    return Layer(f"l3-{name}", title, lambda: disks.missing(*needs, install=True), work, quick, full)
 
 
+_MAKERS = ("mkfs.ext4", "mkfs.xfs", "mkfs.btrfs")
 LAYERS = [
-    _layer("shutdown", "power cuts on real ext4 and XFS", ("mkfs.ext4", "mkfs.xfs"), 15, 900),
-    _layer("replay", "block writes replayed on ext4, XFS and Btrfs", ("mkfs.ext4", "mkfs.xfs", "mkfs.btrfs"), 15, 600),
-    _layer("full", "full and tiny disks, ext4 and tmpfs", ("mkfs.ext4",), 10, 300),
+    _layer("shutdown", "power cuts on real ext4 and XFS", _MAKERS[:2], 15, 900),
+    _layer("replay", "block writes replayed on ext4, XFS and Btrfs", ("/dev/fuse", *_MAKERS), 15, 600),
+    _layer("full", "full and tiny disks, ext4 and tmpfs", _MAKERS[:1], 10, 300),
 ]
 
 
