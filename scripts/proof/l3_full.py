@@ -19,7 +19,7 @@ from distckpt.durable import REAL
 from distckpt.errors import ConfigError, DiskFull, ResumeError, SaveError
 from scripts.proof import disks
 from scripts.proof.disks import MIB
-from scripts.proof.l3_judge import Root, shape
+from scripts.proof.l3_judge import Root, badly, shape
 from scripts.proof.l3_program import (
     PATIENCE,
     Ledger,
@@ -33,7 +33,7 @@ from scripts.proof.l3_program import (
     read_stock,
 )
 from scripts.proof.layer import Result
-from tests.crash.forks import Ended, Place, group
+from tests.crash.forks import Ended, Place, Stuck, group
 
 KIB = 1 << 10
 SIZE = 24 * MIB
@@ -168,7 +168,7 @@ def _judge(room: _Room, case: Case, result: Result, shapes: set[int]) -> list[st
         ends = group(2, live, life(first))
         told, tree = read_ledgers(life(first).ledger), read_stock(life(first).ledger)
         wrong.extend(story.after(told, tree, complete=True))
-        wrong.extend(f"I8: rank {rank} ended with {end}" for rank, end in enumerate(ends) if not end.ok)
+        wrong.extend(badly(ends))
         wrong.extend(f"I8: {line['text']}" for line in told.events.get("error", []))
         if tree is not None:
             shapes.add(shape(tree, first))
@@ -184,14 +184,12 @@ def _judge(room: _Room, case: Case, result: Result, shapes: set[int]) -> list[st
         else:
             ends = group(2, _fill, life(11), case, ballast)
             wrong += _reported(case, ends, root)
-        wrong += [f"I9: rank {rank} ended with {end}" for rank, end in enumerate(ends) if not end.ok]
+        wrong += badly(ends)
         story.after(read_ledgers(life(11).ledger), None, complete=False)
         with suppress(FileNotFoundError):
             os.unlink(ballast)
         check(41)
-    except AssertionError as hang:
-        if "did not end" not in str(hang):
-            raise
+    except Stuck as hang:
         result.hangs += 1
         wrong.append(f"I6: {hang}")
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distckpt.testing import checker
 from scripts.proof.l3_program import KEEP, WORLD, Told
+from tests.crash.forks import Ended
 
 _ID = re.compile(r"[0-9a-f]{8,}")
 _KEPT = (".distckpt/owner/", ".distckpt/journal/")
@@ -55,6 +56,16 @@ class Root:
         for save in self.story.saves:
             if save.open:
                 save.told[-1] = checker.COMMITTED if (save.step, save.content) in there else checker.ABORTED
+
+
+def badly(ends: Sequence[Ended]) -> list[str]:
+    """The ranks that ended with what no caller of the library expects, in one line each."""
+    found = []
+    for rank, end in enumerate(ends):
+        if not end.ok:
+            lines = [line.strip() for line in end.log.splitlines() if line.startswith("  File ")]
+            found.append(f"I9: rank {rank} ended with {end.error or end.killed}: {end.text[:400]!r}, at {lines[-1:]}")
+    return found
 
 
 def shape(tree: Mapping[str, bytes], first: int) -> int:

@@ -15,7 +15,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -343,6 +343,12 @@ def _take_stock(manager: distckpt.CheckpointManager, life: Life) -> None:
     assert manager._owned is not None and manager._owned.janitor.wait(PATIENCE)
     with open(f"{life.ledger}.tree", "wb") as out:
         pickle.dump(checker.tree_of(life.root), out)
+
+
+def forget(ledger: str) -> None:
+    for suffix in (*(f".{rank}" for rank in range(WORLD)), ".tree"):
+        with suppress(FileNotFoundError):
+            os.unlink(ledger + suffix)
 
 
 def garbage(root: str) -> list[str]:

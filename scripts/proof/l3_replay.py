@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from distckpt.testing import checker
 from scripts.proof import disks
 from scripts.proof.blocklog import BlockLog, Write, read_log
-from scripts.proof.l3_judge import Root, shape
-from scripts.proof.l3_program import KEEP, Life, Plan, Told, live, read_ledgers, read_stock
+from scripts.proof.l3_judge import Root, badly, shape
+from scripts.proof.l3_program import KEEP, Life, Plan, Told, forget, live, read_ledgers, read_stock
 from scripts.proof.layer import Result
-from tests.crash.forks import group
+from tests.crash.forks import Stuck, group
 
 LIVES = 3
 BLOCK = 4096
@@ -68,7 +68,7 @@ def record(kind: str, folder: str, rng: random.Random, mutant: str) -> Recording
                     ends = group(2, live, life)
                     assert all(end.ok and "saves" in end.value for end in ends), "\n".join(map(str, ends))
                     told.append(read_ledgers(life.ledger))
-                    _forget(life.ledger)
+                    forget(life.ledger)
             finally:
                 disks.unmount(mount)
         finally:
@@ -77,12 +77,6 @@ def record(kind: str, folder: str, rng: random.Random, mutant: str) -> Recording
         log.close()
     os.unlink(served)
     return Recording(image, read_log(log.log), told)
-
-
-def _forget(ledger: str) -> None:
-    for suffix in (".0", ".1", ".tree"):
-        if os.path.exists(ledger + suffix):
-            os.unlink(ledger + suffix)
 
 
 def _pieces(write: Write, rng: random.Random) -> Iterator[Write]:
@@ -164,15 +158,13 @@ class _Replay:
         life = Life(f"{mount}/run", mount, f"{self.folder}/judge", LATER, Plan("check"))
         try:
             ends = group(2, live, life)
-        except AssertionError as hang:
-            if "did not end" not in str(hang):
-                raise
+        except Stuck as hang:
             result.hangs += 1
             return [f"I6: {hang}"]
         told, tree = read_ledgers(life.ledger), read_stock(life.ledger)
-        _forget(life.ledger)
+        forget(life.ledger)
         wrong = root.before(before) + root.after(told, tree, complete=True)
-        wrong += [f"I8: rank {rank} ended with {end}" for rank, end in enumerate(ends) if not end.ok]
+        wrong += badly(ends)
         return wrong + [f"I8: rank {line['rank']} raised {line['type']}: {line['text']}" for line in told.events.get("error", [])]
 
 

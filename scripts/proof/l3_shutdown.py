@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from distckpt.testing import checker
 from scripts.proof import disks
-from scripts.proof.l3_judge import Root, shape
-from scripts.proof.l3_program import SAVES, Life, Plan, live, read_ledgers, read_stock
+from scripts.proof.l3_judge import Root, badly, shape
+from scripts.proof.l3_program import SAVES, Life, Plan, forget, live, read_ledgers, read_stock
 from scripts.proof.layer import Result
-from tests.crash.forks import group
+from tests.crash.forks import Stuck, group
 
 LIVES_PER_ROOT = 60
 ALLOWED = ("SaveError", "CoordinatorLost", "RankLost", "ConfigError", "ResumeError")
@@ -82,9 +82,7 @@ def _one(target: Target, plan: Plan, mutant: str, result: Result) -> list[str]:
     life = Life(target.where, target.disk.place, f"{target.folder}/ledger-{first}", first, plan, mutant)
     try:
         ends = group(2, live, life)
-    except AssertionError as hang:
-        if "did not end" not in str(hang):
-            raise
+    except Stuck as hang:
         result.hangs += 1
         _make_sure_it_fell(target.disk.place)
         target.disk.reboot()
@@ -93,7 +91,7 @@ def _one(target: Target, plan: Plan, mutant: str, result: Result) -> list[str]:
     target.disk.reboot()
     told = read_ledgers(life.ledger)
     wrong = target.root.after(told, read_stock(life.ledger), complete=plan.where != "start")
-    wrong += [f"I9: rank {rank} ended with {end}" for rank, end in enumerate(ends) if not end.ok]
+    wrong += badly(ends)
     for line in told.events.get("error", []):
         result.slowest = max(result.slowest, line["seconds"])
         if line["type"] not in ALLOWED or not fell:
@@ -105,9 +103,7 @@ def _one(target: Target, plan: Plan, mutant: str, result: Result) -> list[str]:
         if end.ok and "start" in end.value and plan.where != "start":
             target.counts["start", rank], target.counts["saves", rank] = end.value["start"], end.value["saves"]
             target.seconds = end.value["seconds"]
-    for suffix in (".0", ".1", ".tree"):
-        if os.path.exists(life.ledger + suffix):
-            os.unlink(life.ledger + suffix)
+    forget(life.ledger)
     return wrong
 
 

@@ -64,6 +64,10 @@ def _in_zygote(rank: int, world: int, target: Callable[..., Any], args: tuple[An
     return target(*args)
 
 
+class Stuck(AssertionError):
+    """A rank did not end; its stacks are in the text, and it was killed."""
+
+
 class _Rank:
     def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], drop: tuple[int, ...] = ()) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
@@ -101,7 +105,7 @@ class _Rank:
             select.select([self._handle], [], [], 1.0)  # its stacks are being written
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-            raise AssertionError(f"a rank did not end within {LIMIT:g} s; its stacks:\n{self._text()}")
+            raise Stuck(f"a rank did not end within {LIMIT:g} s; its stacks:\n{self._text()}")
         _, status = os.waitpid(self._pid, 0)
         ended = Ended(seconds=time.monotonic() - self.began, log=self._text())
         with os.fdopen(self._read, "rb") as pipe:
@@ -158,4 +162,12 @@ def group(world: int, target: Callable[..., Any], *args: Any) -> list[Ended]:
         ranks.append(_Rank(target, (place, *args), drop=() if rank == 0 else (listening.fileno(),)))
     listening.close()
     deadline = time.monotonic() + LIMIT
-    return [rank.end(deadline) for rank in ranks]
+    ends, stuck = [], list[Stuck]()
+    for each in ranks:
+        try:
+            ends.append(each.end(deadline))
+        except Stuck as error:
+            stuck.append(error)  # none is left running behind the first
+    if stuck:
+        raise stuck[0]
+    return ends
