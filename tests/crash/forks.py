@@ -85,7 +85,7 @@ class _Rank:
     def _be(self, target: Callable[..., Any], args: tuple[Any, ...], write: int) -> None:
         for descriptor in (1, 2):
             os.dup2(self._log.fileno(), descriptor)
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # SIGUSR1 is the library's: a stop signal
         try:
             answer: tuple[Any, str, str] = target(*args), "", ""
         except BaseException as error:
@@ -101,7 +101,7 @@ class _Rank:
     def end(self, deadline: float) -> Ended:
         """Wait for it. The answer is small enough to stay in the pipe."""
         if not select.select([self._handle], [], [], max(deadline - time.monotonic(), 0))[0]:
-            os.kill(self._pid, signal.SIGUSR1)
+            os.kill(self._pid, signal.SIGUSR2)
             select.select([self._handle], [], [], 1.0)  # its stacks are being written
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
