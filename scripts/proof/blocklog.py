@@ -12,8 +12,7 @@ import os
 import signal
 import stat
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scripts.proof import disks
 
@@ -109,30 +108,34 @@ def _answer(op: int, body: memoryview, disk: int, out: int, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Write:
-    """``end``: how long the log was when this had reached the disk."""
+    """``start``: how long the log was before it reached the disk."""
 
     offset: int
     data: memoryview
-    end: int
+    start: int
 
 
-def read_log(path: str) -> list[list[Write]]:
-    """The writes between two flushes, for every pair of flushes; the last ones were never flushed."""
+@dataclass
+class Epoch:
+    """The writes between two flushes. ``end``: how long the log was when the second flush came."""
+
+    writes: list[Write] = field(default_factory=list)
+    end: int = 0
+
+
+def read_log(path: str) -> list[Epoch]:
+    """One epoch for every pair of flushes, and the last one, which was never flushed."""
     with open(path, "rb") as file:
         whole = memoryview(file.read())
-    epochs: list[list[Write]] = [[]]
-    for offset, data, end in _records(whole):
-        if offset == _A_FLUSH:
-            epochs.append([])
-        else:
-            epochs[-1].append(Write(offset, data, end))
-    return epochs
-
-
-def _records(whole: memoryview) -> Iterator[tuple[int, memoryview, int]]:
-    at = 0
+    epochs, at = [Epoch()], 0
     while at < len(whole):
         offset, length = _RECORD.unpack_from(whole, at)
-        at += _RECORD.size
-        yield offset, whole[at:at + length], at + length
-        at += length
+        body = at + _RECORD.size
+        if offset == _A_FLUSH:
+            epochs[-1].end = at
+            epochs.append(Epoch())
+        else:
+            epochs[-1].writes.append(Write(offset, whole[body:body + length], at))
+        at = body + length
+    epochs[-1].end = at
+    return epochs

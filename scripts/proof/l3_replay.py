@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distckpt.testing import checker
 from scripts.proof import disks
-from scripts.proof.blocklog import BlockLog, Write, read_log
+from scripts.proof.blocklog import BlockLog, Epoch, Write, read_log
 from scripts.proof.l3_judge import Root, badly, shape
 from scripts.proof.l3_program import KEEP, Life, Plan, Told, forget, live, read_ledgers, read_stock
 from scripts.proof.layer import Result
@@ -30,7 +30,8 @@ FEW, MANY = 6, 60
 
 @dataclass(frozen=True)
 class State:
-    """One disk after a cut: what reached it for certain, and what survived of the rest. ``at``: the time of the cut."""
+    """One disk after a cut: what reached it for certain, and what survived of the rest. ``at``: the latest time of a cut that
+    leaves it, just before the next thing reached the disk."""
 
     epoch: int
     issued: int
@@ -46,7 +47,7 @@ class Recording:
     """One run: the disk it began on, what reached the disk, and what the ranks were told meanwhile."""
 
     image: str
-    epochs: list[list[Write]]
+    epochs: list[Epoch]
     told: list[Told]
 
 
@@ -86,19 +87,20 @@ def _pieces(write: Write, rng: random.Random) -> Iterator[Write]:
         return
     for at in range(0, len(write.data), BLOCK):
         if rng.random() < 0.5:
-            yield Write(write.offset + at, write.data[at:at + BLOCK], write.end)
+            yield Write(write.offset + at, write.data[at:at + BLOCK], write.start)
 
 
-def states(epochs: Sequence[Sequence[Write]], rng: random.Random, most: int) -> list[State]:
+def states(epochs: Sequence[Epoch], rng: random.Random, most: int) -> list[State]:
     """Disks to judge, in the order of their flushes: every flush has its turn before one has a second."""
     found: list[State] = []
     while len(found) < most:
-        for epoch in rng.sample(range(len(epochs)), min(len(epochs), most - len(found))):
-            issued = rng.randint(0, len(epochs[epoch]))
+        for number in rng.sample(range(len(epochs)), min(len(epochs), most - len(found))):
+            epoch = epochs[number]
+            issued = rng.randint(0, len(epoch.writes))
             share = rng.choice((0.0, 0.3, 0.7, 0.9))
-            kept = [piece for write in epochs[epoch][:issued] if rng.random() < share for piece in _pieces(write, rng)]
-            before = [write for earlier in epochs[:epoch] for write in earlier[-1:]] + list(epochs[epoch][:issued])
-            found.append(State(epoch, issued, tuple(kept), before[-1].end if before else 0))
+            kept = [piece for write in epoch.writes[:issued] if rng.random() < share for piece in _pieces(write, rng)]
+            at = epoch.writes[issued].start if issued < len(epoch.writes) else epoch.end
+            found.append(State(number, issued, tuple(kept), at))
     return sorted(found, key=lambda state: (state.epoch, state.issued))
 
 
@@ -129,7 +131,7 @@ class _Replay:
     def judge(self, state: State, result: Result, shapes: set[int]) -> list[str]:
         fd = os.open(self._prefix, os.O_RDWR)
         while self._applied < state.epoch:
-            _apply(fd, self.recording.epochs[self._applied])
+            _apply(fd, self.recording.epochs[self._applied].writes)
             self._applied += 1
         os.close(fd)
         image, mount = f"{self.folder}/state.img", f"{self.folder}/mnt"
