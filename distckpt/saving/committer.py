@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
@@ -125,6 +126,9 @@ class Committer:
         rejected = owned.rejections() if standing else {}
         for entry in standing:
             head = entry.head
+            if not entry.certain:  # not known to be there, nor to be bad: the disk's fault, and no reason to move anything away
+                raise OSError(errno.EIO, f"cannot tell what stands under the name of step {request.step}: {entry.problem}",
+                              owned.layout.final(entry.name))
             if head is None or entry.problem or head.run != owned.record.run:
                 raise self._taken(entry, f"it cannot be replaced: {entry.problem or 'it belongs to another run'}",
                                   "adopt it ('distckpt adopt'), move it away or choose another root")

@@ -37,7 +37,8 @@ class SaveHandle:
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """The committed checkpoint, exactly this attempt, wherever ``latest`` moves meanwhile; raises what the save failed
-        with, or TimeoutError after ``timeout`` seconds."""
+        with, TimeoutError after ``timeout`` seconds, or OSError when it is committed and cannot be read (``exception()`` is
+        None then)."""
         if self._ended is not None and not self._ended.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still under way after {timeout:g} s")
         if self._error is not None:

@@ -76,7 +76,7 @@ class Forked:
     def _be(self, target: Callable[..., Any], args: tuple[Any, ...], write: int) -> None:
         for descriptor in (1, 2):
             os.dup2(self._log, descriptor)
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # SIGUSR1 is a stop signal of the library
         try:
             answer: tuple[Any, str, str] = target(*args), "", ""
         except BaseException as error:  # whatever it was is how this rank ended
@@ -111,7 +111,7 @@ class Forked:
         hung = not self.ended_by(deadline)
         if hung:
             self.signal(signal.SIGCONT)
-            self.signal(signal.SIGUSR1)
+            self.signal(signal.SIGUSR2)
             select.select([self._handle], [], [], 1.0)  # its stacks are being written
             self.signal(signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
@@ -182,19 +182,23 @@ def start(world: int, target: Callable[..., Any], *args: Any, limit: float = LIM
     return ranks
 
 
+class Stuck(AssertionError):
+    """A rank did not end; its stacks are in the text, and it was killed."""
+
+
 def group(world: int, target: Callable[..., Any], *args: Any) -> list[Ended]:
-    """How ``target(place, *args)`` ended on each of ``world`` ranks; AssertionError with the stacks of one that did not."""
+    """How ``target(place, *args)`` ended on each of ``world`` ranks; Stuck, with the stacks of one that did not."""
     deadline = time.monotonic() + LIMIT
     return _all_ended([rank.end(deadline) for rank in start(world, target, *args)])
 
 
 def alone(target: Callable[..., Any], *args: Any) -> Ended:
-    """How ``target(*args)`` ended in a process of its own; AssertionError with its stacks if it did not."""
+    """How ``target(*args)`` ended in a process of its own; Stuck, with its stacks, if it did not."""
     return _all_ended([Forked(target, args).end(time.monotonic() + LIMIT)])[0]
 
 
 def _all_ended(ends: list[Ended]) -> list[Ended]:
     hung = [end for end in ends if end.hung]
     if hung:
-        raise AssertionError(f"a rank did not end within {LIMIT:g} s; its stacks:\n{hung[0].log}")
+        raise Stuck(f"a rank did not end within {LIMIT:g} s; its stacks:\n{hung[0].log}")
     return ends

@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from distckpt.testing.forks import Ended, Place, alone, group
+from distckpt.testing.forks import Ended, Place, Stuck, alone, group
 from tests.harness import run, values
 
-__all__ = ["Ended", "Place", "alone", "group", "zygote"]
+__all__ = ["Ended", "Place", "Stuck", "alone", "group", "zygote"]
 
 
 def zygote(target: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:

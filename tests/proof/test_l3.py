@@ -1,0 +1,34 @@
+"""The layer of real file systems in short: some of each kind of cut hold, and a library that forgets a sync is caught.
+
+``scripts/prove`` runs the whole of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.proof import disks
+from scripts.proof.l3 import run
+from scripts.proof.l3_program import MUTANTS
+
+
+@pytest.fixture(autouse=True)
+def _possible() -> None:
+    lacking = disks.missing("/dev/fuse", "mkfs.ext4", "mkfs.xfs", "mkfs.btrfs")
+    if lacking:
+        pytest.skip(lacking)
+
+
+@pytest.mark.parametrize("sweep, most, seconds", [("shutdown", 30, 60), ("replay", 9, 60), ("full", 8, 60)])
+def test_nothing_that_was_promised_is_lost(sweep: str, most: int, seconds: float) -> None:
+    found = run(sweep, seconds, seed=7, most=most)
+    print(found.covers)
+    assert not found.violations and not found.hangs, "\n".join(found.violations)
+    assert found.runs >= most // 2, "too slow to have shown anything"
+
+
+def test_a_library_that_forgets_a_sync_is_caught() -> None:
+    mutant = next(iter(MUTANTS))
+    found = run("shutdown", 60, seed=1, most=40, mutant=mutant)
+    print(found.covers)
+    assert found.violations, f"{found.runs} cuts did not show that {mutant}"
