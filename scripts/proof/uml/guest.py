@@ -15,8 +15,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -87,7 +88,7 @@ class Pair:
         return [got[n] for n in range(len(self.children))]
 
 
-def fork(name: str, run: Callable[[End, End], None]) -> Child:
+def fork(name: str, run: Callable[[End, End], object]) -> Child:
     """``run`` in a process of its own, with a log that is said when it does not end well."""
     link, theirs = pair()
     gate, their_gate = pair()
@@ -117,9 +118,8 @@ def run_phase(number: int, plan: Plan, phase: Phase) -> None:
     draw = plan.random(number, phase.fault)
     two = Pair(number, plan, phase)
     for node in machines.NODES:
-        two.children.append(fork(f"rank-{node}", lambda link, gate, node=node: ranks.rank(link, gate, number, node, plan, phase)))
-    readers = [fork(f"reader-{node}", lambda link, gate, node=node: ranks.reader(link, node))
-               for node in machines.NODES] if phase.fault == "read" else []
+        two.children.append(fork(f"rank-{node}", partial(ranks.rank, number=number, node=node, plan=plan, phase=phase)))
+    readers = [fork(f"reader-{node}", partial(ranks.reader, node=node)) for node in machines.NODES if phase.fault == "read"]
     try:
         _saves(two, draw)
         for child in readers:
@@ -143,7 +143,7 @@ def _saves(two: Pair, draw: Any) -> None:
     cut_at = draw.randrange(1, 60) if phase.fault == CUT_START else None
     two.children[0].link.say(at=cut_at)
     two.children[1].link.say(at=None)
-    resumed = two.expect("resumed", lambda: _cut(draw))
+    resumed = two.expect("resumed", _cut)
     _judge_resumed(plan, [event["resumed"] for event in resumed], f"at the start of {phase.fault}")
     for count in range(phase.tries):
         step = plan.next_step
@@ -156,9 +156,11 @@ def _saves(two: Pair, draw: Any) -> None:
         filled = phase.fault == "full" and count % 2 == 1
         if filled:
             machines.leave_free(draw.randrange(0, int(1.7 * golden.size())))
-        say(begin=step, fault=phase.fault, victim=victim, at=at)
+        blind = filled and draw.random() < 0.5
+        say(begin=step, fault=phase.fault, victim=victim, at=at, blind=blind)
         for rank, child in enumerate(two.children):
-            child.link.say(step=step, at=at if rank == victim else None, resume=count == phase.tries - 1)
+            child.link.say(step=step, at=at if rank == victim else None, blind=blind,
+                           resume=count == phase.tries - 1)
         events = two.expect("verdict", lambda: _strike(phase, draw))
         for rank, event in enumerate(events):
             plan.told[step][rank] = event["verdict"]
@@ -181,16 +183,16 @@ def _expect_success(phase: Phase, step: int, events: list[dict[str, Any]]) -> No
         say(wrong=[f"I8: the save of step {step} under {phase.fault!r} failed: {failed[0]}"])
 
 
-def _cut(draw: Any, always: bool = True) -> None:
-    """The host kills this whole machine when it reads the line; ``time`` alone decides how far the others get."""
+def _cut() -> NoReturn:
+    """The host kills this whole machine when it reads the line; how far the other rank gets until then is chance."""
     say(cut=True)
-    while always:
+    while True:
         signal.pause()
 
 
 def _strike(phase: Phase, draw: Any) -> None:
     if phase.fault == CUT:
-        _cut(draw)
+        _cut()
     down, up = _ACTIONS[phase.fault]
     down()
     time.sleep(draw.choice((0.0, 0.1, 0.5)))  # how long it stays down

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ class Machine:
         (self.work / "plan.json").write_text(plan.to_json())
         process = subprocess.Popen(
             ["nice", "-n", "10", "linux.uml", "mem=1024M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro",
-             f"ubd0={self.disk}", f"init={HERE / 'init.sh'}", "con=null", "con0=fd:0,fd:1", "ssl=null", f"uml_dir={self.work}/uml",
-             f"L4_WORK={self.work}", f"L4_CODE={CODE}", f"L4_PYTHON={sys.executable}"],
+             f"ubd0={self.disk}", f"init={HERE / 'init.sh'}", "con=null", "con0=fd:0,fd:1", "ssl=null",
+             f"uml_dir={self.work}/uml", f"L4_WORK={self.work}", f"L4_CODE={CODE}", f"L4_PYTHON={sys.executable}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "TMPDIR": "/dev/shm"})
         assert process.stdout is not None
@@ -58,10 +59,8 @@ class Machine:
         return other[-400:]
 
 
-def _lines(process: subprocess.Popen[bytes], silence: float) -> Any:
+def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[str]:
     """Lines as they come, until the end or ``silence`` seconds without any."""
-    import select
-
     assert process.stdout is not None
     fd, buffer, last = process.stdout.fileno(), b"", time.monotonic()
     while True:

@@ -11,7 +11,6 @@ from distckpt.testing.checker import ABORTED, COMMITTED, Save, Story
 from scripts.proof.uml import golden
 
 KEEP = 2
-FAULTS = ("none", "restart", "crash", "full", "read", "see")
 CUT, CUT_START = "cut", "cut-start"
 _PREFIX = "L4 "
 
@@ -25,8 +24,8 @@ class Phase:
 
     @property
     def hurried(self) -> bool:
-        """Whether trash is deleted after 0.3 s and not after 90: else nothing would be deleted within a phase. ``none`` and
-        ``see`` run with every constant as it is."""
+        """Whether trash is deleted at once and not after 90 s: else nothing would be deleted within a phase. ``none`` and ``see``
+        run with every constant as it is."""
         return self.fault not in ("none", "see")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import distckpt
 from distckpt import janitor
-from distckpt.durable import REAL, Files
+from distckpt.durable import Files
 from distckpt.errors import DistckptError, SaveError, StepNotFound
 from distckpt.manager import CheckpointManager
 from distckpt.options import Seams, Timeouts
 from distckpt.saving.files import RankFiles
 from distckpt.testing import faults
-from distckpt.testing.checker import ABORTED, COMMITTED, UNKNOWN, content_of, tree_of
+from distckpt.testing.checker import COMMITTED, UNKNOWN, content_of, tree_of
 from scripts.proof.uml import golden
 from scripts.proof.uml.link import End
 from scripts.proof.uml.machines import ROOT, enter
@@ -28,10 +28,12 @@ _TIMEOUTS = Timeouts(arrive=120.0, progress=120.0, visible=120.0, close=60.0)
 
 
 class Blind(Files):
-    """Says that there is always room, so that the disk itself must say that it is full."""
+    """While ``on``, says that there is always room, so that the disk itself must say that it is full."""
+
+    on = False
 
     def free(self, path: str) -> int:
-        return 1 << 50
+        return 1 << 50 if self.on else super().free(path)
 
 
 class Held:
@@ -68,8 +70,9 @@ def rank(link: End, gate: End, number: int, node: int, plan: Plan, phase: Phase)
     enter(node)
     _environment(node, plan, number)
     if phase.hurried:
-        janitor.STILL, janitor.RETRY = 0.3, 1.0
-    files = faults.FaultyFiles(Blind() if phase.fault == "full" and number % 2 else REAL)
+        vars(janitor).update(STILL=0.0, RETRY=0.2)
+    blind = Blind()
+    files = faults.FaultyFiles(blind)
     held = Held(files, gate)
     first = link.hear()
     assert first is not None
@@ -84,6 +87,7 @@ def rank(link: End, gate: End, number: int, node: int, plan: Plan, phase: Phase)
         if phase.fault == "see" and node == 1:
             _pry(order["step"])
         held.at(order["at"])
+        blind.on = order["blind"]
         link.say(rank=node, step=order["step"], **_save(manager, held, order["step"], careless=phase.fault == "full"),
                  **_look(manager, phase, order, node))
     began = time.monotonic()
@@ -164,7 +168,7 @@ def _look(manager: CheckpointManager, phase: Phase, order: dict[str, Any], node:
 # -- readers beside the run ------------------------------------------------------------------------------------------
 
 
-def reader(link: End, node: int) -> None:
+def reader(link: End, gate: End, node: int) -> None:
     """Reads the oldest checkpoint over and over while the run rotates it away, with a lease and without.
 
     Says what it got: "exact" and "gone" are fine, anything else is a violation.
