@@ -78,19 +78,28 @@ class Run:
     slowest: float = 0.0
     hangs: int = 0
     violations: list[str] = field(default_factory=list)
-    _fault: str = ""
+    _end: bool = False
+    _broken: str = ""
+    _phases: list[str] = field(default_factory=list)
 
     def boot(self, phases: list[Phase]) -> None:
         plan = Plan(self.version, self.seed, self.boots, phases, self.next_step, self.told, self.cuts)
         self.boots += 1
-        self._end = False
+        self._end, self._phases, self._broken, before = False, [], "", len(self.strikes)
         said = self.machine.boot(plan, self.hear)
         if not self._end:
-            self.violate("the guest ended before its plan: " + " | ".join(said[-12:]))
+            self.violate("the guest ended before its plan: " + (self._broken or " | ".join(said[-12:])))
+        idle = {"restart", "crash"}.intersection(self._phases) - {fault for fault, _ in self.strikes[before:]}
+        if idle and not self.hangs:
+            self.violate(f"nothing was struck under {', '.join(sorted(idle))}: a fault that never came proves nothing")
         for step, told in self.told.items():
             text = disagreement(step, told)
             if text and text not in " ".join(self.violations):
                 self.violate(text)
+
+    @property
+    def _fault(self) -> str:
+        return self._phases[-1] if self._phases else ""
 
     def violate(self, text: str) -> None:
         self.violations.append(f"{text} [python -m scripts.proof.l4 --seed {self.seed} --version {self.version}, boot "
@@ -103,7 +112,7 @@ class Run:
         for text in event.get("wrong", ()):
             self.violate(text)
         if "phase" in event:
-            self._fault = event["phase"]
+            self._phases.append(event["phase"])
         elif "begin" in event:
             self.told[event["begin"]] = {}
             self.next_step = event["begin"] + 1
@@ -123,6 +132,8 @@ class Run:
             self._end = True
         elif "done" in event:
             self._end = True
+        elif "broken" in event:
+            self._broken = event["broken"]
         elif "read" in event:
             for what, count in event["read"].items():
                 self.reads[what] = self.reads.get(what, 0) + count
