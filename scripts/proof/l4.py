@@ -3,8 +3,10 @@
 One guest is three machines: a server that exports an ext4 disk over NFSv3 or NFSv4.2, and two clients with a network, a host
 name and mounts of their own; rank 0 runs on one and rank 1 on the other, on the real library. Faults strike while a rank is
 held at a drawn operation: the server's daemon stops and comes back; the server loses what it had not written and comes back
-under live clients; the disk is full; readers on both clients hold files that rotation deletes; rank 1 asks for every name
-before it is there; SIGKILL of the whole guest, then a boot on the same disk. The judge is ``distckpt.testing.checker``.
+under live clients; its replies are lost, and what was carried out is asked for again; the disk is full; readers on both clients
+hold files that rotation deletes; rank 1 asks for every name
+before it is there; SIGKILL of the whole guest, then a boot on the
+same disk. The judge is ``distckpt.testing.checker``.
 
 What it cannot show: the guest has one CPU; a write that reached the guest's disk is never lost by the kill (the image is in the
 host's page cache), so a missing flush between ext4 and the disk goes unseen (L3 has that); both clients die with the server.
@@ -27,13 +29,13 @@ from typing import Any
 
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.uml.machine import Machine
-from scripts.proof.uml.plan import CUT, CUT_START, Phase, Plan, disagreement
+from scripts.proof.uml.plan import CUT, CUT_START, SERVER, Phase, Plan, disagreement
 
 VERSIONS = ("3", "4.2")
 PACKAGES = ("user-mode-linux", "kmod", "nfs-kernel-server", "rpcbind", "nfs-common", "e2fsprogs", "iproute2", "util-linux")
 _TOOLS = ("linux.uml", "modprobe", "rpc.nfsd", "rpcbind", "mount.nfs", "exportfs", "mkfs.ext4", "ip", "nsenter")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_TRIES = {"none": 10, "restart": 6, "crash": 6, "full": 12, "read": 16, "see": 6}
+_TRIES = {"none": 10, "restart": 6, "crash": 6, "lost": 8, "full": 12, "read": 16, "see": 6}
 _CUTS = 5
 
 
@@ -64,6 +66,7 @@ class Run:
     seed: int
     machine: Machine
     verbose: bool = False
+    export: str = "sync"
     told: dict[int, dict[int, str]] = field(default_factory=dict)
     next_step: int = 1
     boots: int = 0
@@ -71,7 +74,7 @@ class Run:
     strikes: list[tuple[str, str]] = field(default_factory=list)
     judged: int = 0
     saves: dict[str, int] = field(default_factory=dict)
-    refused: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
     reads: dict[str, int] = field(default_factory=dict)
     looked: list[float] = field(default_factory=list)
     unseen: int = 0
@@ -83,13 +86,14 @@ class Run:
     _phases: list[str] = field(default_factory=list)
 
     def boot(self, phases: list[Phase]) -> None:
-        plan = Plan(self.version, self.seed, self.boots, phases, self.next_step, self.told, self.cuts)
+        plan = Plan(self.version, self.seed, self.boots, phases, self.next_step, self.told, self.cuts,
+                    export=self.export)
         self.boots += 1
         self._end, self._phases, self._broken, before = False, [], "", len(self.strikes)
         said = self.machine.boot(plan, self.hear)
         if not self._end:
             self.violate("the guest ended before its plan: " + (self._broken or " | ".join(said[-12:])))
-        idle = {"restart", "crash"}.intersection(self._phases) - {fault for fault, _ in self.strikes[before:]}
+        idle = set(SERVER).intersection(self._phases) - {fault for fault, _ in self.strikes[before:]}
         if idle and not self.hangs:
             self.violate(f"nothing was struck under {', '.join(sorted(idle))}: a fault that never came proves nothing")
         for step, told in self.told.items():
@@ -140,7 +144,8 @@ class Run:
 
     def _verdict(self, event: dict[str, Any]) -> None:
         self.told[event["step"]][event["rank"]] = event["verdict"]
-        self.refused += event["verdict"] != "committed" and event["rank"] == 0
+        if event["verdict"] != "committed" and event["rank"] == 0:
+            self.refused[self._fault] = self.refused.get(self._fault, 0) + 1
         self.slowest = max(self.slowest, event["seconds"])
         if event["error"] and self._fault == "full" and "disk is" not in event["error"]:
             self.violate(f"I9: a full disk was told as: {event['error'][:300]}")
@@ -151,9 +156,10 @@ class Run:
     def result(self, seconds: float) -> Result:
         places = {(fault, operation) for fault, operation in self.strikes}
         saves = ", ".join(f"{count} {fault}" for fault, count in self.saves.items())
+        failed = ", ".join(f"{count} {fault}" for fault, count in self.refused.items())
         reads = ", ".join(f"{count} {what}" for what, count in sorted(self.reads.items()))
         covers = (f"NFSv{self.version} seed {self.seed}: saves under {saves}; {len(self.strikes)} strikes held at an operation, "
-                  f"{self.cuts} cuts of the machine, {self.refused} saves refused by a full disk; readers: {reads or 'none'}")
+                  f"{self.cuts} cuts of the machine; saves that ended in an error: {failed or 'none'}; reads: {reads or 'none'}")
         if self.looked:
             covers += (f"; commits that rank 1, which had asked for their names before, did not see at once: {self.unseen}; "
                        f"resume right after one took up to {max(self.looked):.1f} s")
@@ -161,7 +167,7 @@ class Run:
                       round(seconds, 1), covers)
 
 
-def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool) -> Result:
+def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool, export: str) -> Result:
     """Rounds of all faults on fresh disks, and cuts after them, until the budget is spent. One boot is always made."""
     total, number, longest = Result("l4"), 0, 0.0
     while number == 0 or budget.left > longest:
@@ -170,7 +176,7 @@ def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool)
         for version in versions:
             folder = work / f"{seed}-{version}"
             folder.mkdir()
-            runs.append(Run(version, seed, Machine(folder), verbose))
+            runs.append(Run(version, seed, Machine(folder), verbose, export))
         boots: list[list[Phase]] = [[Phase(fault, tries) for fault, tries in _TRIES.items()]]
         boots += [[Phase(CUT, 3)] if n % 3 < 2 else [Phase(CUT_START, 2)] for n in range(_CUTS)]
         spent = dict.fromkeys(versions, 0.0)
@@ -190,14 +196,14 @@ def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool)
     return total
 
 
-def run(budget: Budget, versions: tuple[str, ...] = VERSIONS, verbose: bool = False) -> Result:
+def run(budget: Budget, versions: tuple[str, ...] = VERSIONS, verbose: bool = False, export: str = "sync") -> Result:
     """One result; skipped with the reason when this machine cannot boot the guest."""
     lacks = missing()
     if lacks:
         return Result("l4", skipped=lacks)
     work = Path(tempfile.mkdtemp(prefix="distckpt-l4-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
-        return rounds(budget, versions, work, verbose)
+        return rounds(budget, versions, work, verbose, export)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -211,8 +217,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--version", choices=VERSIONS)
     parser.add_argument("--verbose", action="store_true", help="every event of the guest as it comes")
+    parser.add_argument("--lying-server", action="store_true", help="an export that acknowledges before it writes: must end red")
     given = parser.parse_args()
-    result = run(Budget(given.seconds, given.seed), (given.version,) if given.version else VERSIONS, given.verbose)
+    result = run(Budget(given.seconds, given.seed), (given.version,) if given.version else VERSIONS, given.verbose,
+                 "async" if given.lying_server else "sync")
     print(json.dumps(asdict(result), indent=1))
     raise SystemExit(1 if result.violations or result.hangs else 0)
 

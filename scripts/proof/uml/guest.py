@@ -26,12 +26,9 @@ import distckpt.manager  # loaded once, before the forks
 from distckpt.testing.checker import COMMITTED, Found, check, tree_of
 from scripts.proof.uml import golden, machines, ranks
 from scripts.proof.uml.link import End, pair
-from scripts.proof.uml.plan import CUT, CUT_START, Phase, Plan, line
+from scripts.proof.uml.plan import CUT, CUT_START, SERVER, Phase, Plan, line
 
-_ACTIONS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-    "restart": (machines.stop_server, machines.start_server),
-    "crash": (machines.crash_server, machines.revive_server),
-}
+Release = Callable[[], None]
 
 
 class Hung(Exception):
@@ -62,8 +59,8 @@ class Pair:
     phase: Phase
     children: list[Child] = field(default_factory=list)
 
-    def expect(self, key: str, strike: Callable[[], None]) -> list[dict[str, Any]]:
-        """One event with ``key`` from each rank; ``strike`` is called when a rank is held."""
+    def expect(self, key: str, strike: Callable[[Release], None]) -> list[dict[str, Any]]:
+        """One event with ``key`` from each rank. ``strike`` is called when a rank is held, and lets it go."""
         got: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + self.plan.limit
         while len(got) < len(self.children):
@@ -75,8 +72,7 @@ class Pair:
             for number, child in enumerate(self.children):
                 if child.gate in ready and (held := child.gate.hear()) is not None:
                     say(held=held["held"], path=held["path"], rank=number)
-                    strike()
-                    child.gate.say(go=True)
+                    strike(partial(child.gate.say, go=True))
                     until = time.monotonic() + self.plan.limit
                 if child.link in ready:
                     event = child.link.hear()
@@ -135,6 +131,7 @@ def run_phase(number: int, plan: Plan, phase: Phase) -> None:
             os.waitpid(child.pid, 0)
             child.link.close()
             child.gate.close()
+    _warnings()
     judge(plan, f"after {phase.fault}", went_on=phase.hurried or None)
 
 
@@ -151,7 +148,7 @@ def _saves(two: Pair, draw: Any) -> None:
         plan.told[step] = {}
         victim = draw.randrange(2)
         at = None
-        if count and phase.fault in (*_ACTIONS, CUT):
+        if count and phase.fault in (*SERVER, CUT):
             at = 1 + draw.randrange(max(two.children[victim].operations, 1))
         filled = phase.fault == "full" and count % 2 == 1
         if filled:
@@ -161,42 +158,59 @@ def _saves(two: Pair, draw: Any) -> None:
         for rank, child in enumerate(two.children):
             child.link.say(step=step, at=at if rank == victim else None, blind=blind,
                            resume=count == phase.tries - 1)
-        events = two.expect("verdict", lambda: _strike(phase, draw))
+        events = two.expect("verdict", lambda release: _strike(phase, draw, release))
         for rank, event in enumerate(events):
             plan.told[step][rank] = event["verdict"]
         if filled:
             machines.empty_ballast()
-        else:
+        elif phase.fault != "lost":
             _expect_success(phase, step, events)
         again = [event["again"] for event in events if "again" in event]
         if again:
             _judge_resumed(plan, again, "resumed at once after a save")
     for child in two.children:
         child.link.say(end=True)
-    two.expect("closed", lambda: None)
+    two.expect("closed", lambda release: release())
 
 
 def _expect_success(phase: Phase, step: int, events: list[dict[str, Any]]) -> None:
-    """Every fault but a full disk is one that a save must outlast: hard mounts wait for the server."""
+    """A save must outlast every fault but a full disk and a lost reply: hard mounts wait for the server. Where the reply of a
+    ``mkdir`` is lost and the request is sent again, NFS says EEXIST, and the save may say so too."""
     failed = [event["error"] for event in events if event["verdict"] != COMMITTED]
     if failed:
         say(wrong=[f"I8: the save of step {step} under {phase.fault!r} failed: {failed[0]}"])
 
 
-def _cut() -> NoReturn:
+def _cut(release: Release) -> NoReturn:
     """The host kills this whole machine when it reads the line; how far the other rank gets until then is chance."""
     say(cut=True)
     while True:
         signal.pause()
 
 
-def _strike(phase: Phase, draw: Any) -> None:
+def _strike(phase: Phase, draw: Any, release: Release) -> None:
     if phase.fault == CUT:
-        _cut()
-    down, up = _ACTIONS[phase.fault]
-    down()
-    time.sleep(draw.choice((0.0, 0.1, 0.5)))  # how long it stays down
-    up()
+        _cut(release)
+    lag, down = draw.choice((None, None, 0.0, 0.02, 0.06)), draw.choice((0.0, 0.1, 0.5))
+    if phase.fault == "lost":
+        machines.mute_server()
+        lag = 0.1
+    if lag is not None:
+        release()
+        time.sleep(lag)  # how far the ranks get
+    if phase.fault == "crash":
+        machines.crash_server()
+    else:
+        machines.stop_server()
+    time.sleep(down)
+    if phase.fault == "crash":
+        machines.revive_server()
+    else:
+        machines.start_server()
+    if phase.fault == "lost":
+        machines.unmute_server()
+    if lag is None:
+        release()
     say(struck=phase.fault)
 
 
@@ -208,6 +222,15 @@ def _dump(children: list[Child]) -> None:
         text = Path(f"/run/log/{child.name}").read_text()[-6000:]
         for row in text.splitlines():
             os.write(1, f"{child.name}: {row}\n".encode())
+
+
+def _warnings() -> None:
+    """What the ranks' logs complained about: no violation, and worth a look."""
+    for node in machines.NODES:
+        rows = Path(f"/run/log/rank-{node}").read_text().splitlines()
+        found = sorted({row.partition(" ")[2][:240] for row in rows if " WARNING " in row or " ERROR " in row})
+        if found:
+            say(rank=node, warnings=found[:6])
 
 
 def _judge_resumed(plan: Plan, answers: list[Any], when: str) -> None:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The first process of the guest. The host's tree is its root, read-only; what it writes goes to tmpfs and to /dev/ubda.
-# L4_WORK, L4_CODE and L4_PYTHON come from the kernel's command line.
+# L4_WORK, L4_CODE, L4_PYTHON and L4_EXPORT come from the kernel's command line.
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8
 finish() { echo "L4 {\"broken\": \"$1\"}"; halt -f -d; }
 
@@ -29,7 +29,7 @@ done
 mount /dev/ubda /run/disk || finish "the disk cannot be mounted"
 mount -t nfsd nfsd /proc/fs/nfsd
 rpcbind -w
-exportfs -i -o rw,sync,no_root_squash,no_subtree_check,fsid=0 '*:/run/disk' || finish "exportfs"
+exportfs -i -o "rw,${L4_EXPORT:-sync},no_root_squash,no_subtree_check,fsid=0" '*:/run/disk' || finish "exportfs"
 echo 10 > /proc/fs/nfsd/nfsv4leasetime
 echo 10 > /proc/fs/nfsd/nfsv4gracetime
 rpc.nfsd 8 && rpc.mountd 2> /dev/null || finish "nfsd"

@@ -37,7 +37,8 @@ class Machine:
         process = subprocess.Popen(
             ["nice", "-n", "10", "linux.uml", "mem=1024M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro",
              f"ubd0={self.disk}", f"init={HERE / 'init.sh'}", "con=null", "con0=fd:0,fd:1", "ssl=null",
-             f"uml_dir={self.work}/uml", f"L4_WORK={self.work}", f"L4_CODE={CODE}", f"L4_PYTHON={sys.executable}"],
+             f"uml_dir={self.work}/uml", f"L4_WORK={self.work}", f"L4_CODE={CODE}", f"L4_PYTHON={sys.executable}",
+             f"L4_EXPORT={plan.export}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "TMPDIR": "/dev/shm"})
         assert process.stdout is not None

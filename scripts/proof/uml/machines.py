@@ -111,9 +111,22 @@ def crash_server() -> None:
 
 
 def revive_server() -> None:
+    """After ``crash_server``."""
     start_server()
     for node in NODES:
         command("ip", "link", "set", f"veth{node}", "up")
+
+
+def mute_server() -> None:
+    """Requests arrive and are carried out; no reply leaves. Sockets that are closed now forget what they still had to send."""
+    Path("/proc/sys/net/ipv4/tcp_max_orphans").write_text("0")
+    for node in NODES:
+        command("ip", "route", "add", "blackhole", f"10.0.{node}.2/32")
+
+
+def unmute_server() -> None:
+    for node in NODES:
+        command("ip", "route", "del", "blackhole", f"10.0.{node}.2/32")
 
 
 def leave_free(size: int) -> None:

@@ -11,6 +11,7 @@ from distckpt.testing.checker import ABORTED, COMMITTED, Save, Story
 from scripts.proof.uml import golden
 
 KEEP = 2
+SERVER = ("restart", "crash", "lost")
 CUT, CUT_START = "cut", "cut-start"
 _PREFIX = "L4 "
 
@@ -31,7 +32,8 @@ class Phase:
 
 @dataclass
 class Plan:
-    """``told``: step to {rank: verdict} of every save that was begun so far. ``limit``: seconds without a word."""
+    """``told``: step to {rank: verdict} of every save that was begun so far. ``limit``: seconds without a word. ``export``:
+    "async" is a server that lies, which must turn the layer red."""
 
     version: str
     seed: int
@@ -41,6 +43,7 @@ class Plan:
     told: dict[int, dict[int, str]] = field(default_factory=dict)
     cuts: int = 0
     limit: float = 240.0
+    export: str = "sync"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
