@@ -4,8 +4,7 @@ One guest is three machines: a server that exports an ext4 disk over NFSv3 or NF
 name and mounts of their own; rank 0 runs on one and rank 1 on the other, on the real library. Faults strike while a rank is
 held at a drawn operation: the server's daemon stops and comes back; the server loses what it had not written and comes back
 under live clients; its replies are lost, and what was carried out is asked for again; the disk is full; readers on both clients
-hold files that rotation deletes; rank 1 asks for every name
-before it is there; SIGKILL of the whole guest, then a boot on the
+hold files that rotation deletes; rank 1 asks for every name before it is there; SIGKILL of the whole guest, then a boot on the
 same disk. The judge is ``distckpt.testing.checker``.
 
 What it cannot show: the guest has one CPU; a write that reached the guest's disk is never lost by the kill (the image is in the
