@@ -13,17 +13,19 @@ import ctypes
 import errno
 import os
 import stat as _stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+T = TypeVar("T")
 PIECE = 2 << 20
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_STALE = 3
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "cifs", "smb3", "9p", "afs", "glusterfs", "orangefs")
 
@@ -113,6 +115,21 @@ class _File:
             os.close(fd)
 
 
+def _by_name(look: Callable[[], T]) -> T:
+    """``look``, which opens a name and reads what it opened; again when that went stale in between.
+
+    Another NFS client removed it, or put something else under the name; what the name says now is the answer. A mount that is
+    stale itself says ESTALE each time: that is no proof that anything is gone, and is raised.
+    """
+    for _ in range(_STALE):
+        try:
+            return look()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return look()
+
+
 class Files:
     """The file system as this library uses it. Paths are absolute strings."""
 
@@ -120,6 +137,9 @@ class Files:
 
     def scan(self, path: str) -> list[Item]:
         """The entries of a directory, asked afresh from the file system, sorted by name."""
+        return _by_name(lambda: self._scan(path))
+
+    def _scan(self, path: str) -> list[Item]:
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -140,6 +160,9 @@ class Files:
 
     def read(self, path: str, limit: int) -> bytes:
         """At most ``limit`` bytes from the start of a regular file."""
+        return _by_name(lambda: self._read(path, limit))
+
+    def _read(self, path: str, limit: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         try:
             if not _stat.S_ISREG(os.fstat(fd).st_mode):
@@ -166,6 +189,10 @@ class Files:
             view = memoryview(buffer)
             while count := os.readv(fd, [view]):
                 yield view[:count]
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                os.stat(path, follow_symlinks=False)  # removed by another NFS client: FileNotFoundError says so
+            raise
         finally:
             os.close(fd)
 
