@@ -320,11 +320,35 @@ def _fill(out: Output, data: bytes) -> None:
         out.close()
 
 
+def is_listed(files: Files, path: str) -> bool:
+    """Whether ``path`` is there, asked of its directory: NFS remembers for half a minute that a name was absent, and a fresh
+    listing ends that."""
+    return any(item.name == os.path.basename(path) for item in files.scan(os.path.dirname(path)))
+
+
+def move(files: Files, source: str, target: str) -> None:
+    """Rename to a name that nobody else gives.
+
+    A server that was started again may have done it and lost the reply; NFS asks again, finds no source, and calls it an
+    error. Then the new name is there, and that is what was wanted (S14). Where another could stand under ``target``, the
+    caller must look at what stands there instead.
+    """
+    try:
+        files.rename(source, target)
+    except FileNotFoundError:
+        if not is_listed(files, target):
+            raise
+
+
 def replace(files: Files, path: str, data: bytes, temporary: str) -> None:
     """Put ``data`` under ``path`` in one step, durably: a reader sees the old bytes or the new, after a crash too."""
     unlink_if_there(files, temporary)
     write_new(files, temporary, data)
-    files.rename(temporary, path)
+    try:
+        files.rename(temporary, path)
+    except FileNotFoundError:  # or it was done, and the reply was lost (see ``move``)
+        if not is_listed(files, path) or files.read(path, len(data) + 1) != data:
+            raise
     files.fsync_dir(os.path.dirname(path))
 
 
@@ -351,7 +375,10 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
 
 
 def make_dir(files: Files, path: str) -> bool:
-    """A directory at ``path``; False if one was there. Its parent is not synced here."""
+    """A directory at ``path``; False if one was there. Its parent is not synced here.
+
+    Right for a name that nobody else gives, too: after a lost reply NFS says that it exists (see ``move``).
+    """
     try:
         files.mkdir(path)
     except FileExistsError:
@@ -364,6 +391,13 @@ def make_dir(files: Files, path: str) -> bool:
 def unlink_if_there(files: Files, path: str) -> None:
     try:
         files.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def rmdir_if_there(files: Files, path: str) -> None:
+    try:
+        files.rmdir(path)
     except FileNotFoundError:
         return
 
@@ -404,7 +438,7 @@ def remove_tree(files: Files, path: str) -> None:
 
 def to_trash(files: Files, source: str, target: str) -> None:
     """Take ``source`` out of sight by one rename, durably on both sides, so that no unlink is durable before it (S21)."""
-    files.rename(source, target)
+    move(files, source, target)
     files.fsync_dir(os.path.dirname(target))
     files.fsync_dir(os.path.dirname(source))
 
