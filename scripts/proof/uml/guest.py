@@ -137,10 +137,10 @@ def run_phase(number: int, plan: Plan, phase: Phase) -> None:
 
 def _saves(two: Pair, draw: Any) -> None:
     plan, phase = two.plan, two.phase
-    cut_at = draw.randrange(1, 60) if phase.fault == CUT_START else None
-    two.children[0].link.say(at=cut_at)
+    at = {CUT_START: draw.randrange(1, 60), "lost": draw.randrange(1, 30)}.get(phase.fault)
+    two.children[0].link.say(at=at)
     two.children[1].link.say(at=None)
-    resumed = two.expect("resumed", _cut)
+    resumed = two.expect("resumed", lambda release: _strike(phase, draw, release))
     _judge_resumed(plan, [event["resumed"] for event in resumed], f"at the start of {phase.fault}")
     for count in range(phase.tries):
         step = plan.next_step
@@ -163,7 +163,7 @@ def _saves(two: Pair, draw: Any) -> None:
             plan.told[step][rank] = event["verdict"]
         if filled:
             machines.empty_ballast()
-        elif phase.fault != "lost":
+        else:
             _expect_success(phase, step, events)
         again = [event["again"] for event in events if "again" in event]
         if again:
@@ -174,8 +174,7 @@ def _saves(two: Pair, draw: Any) -> None:
 
 
 def _expect_success(phase: Phase, step: int, events: list[dict[str, Any]]) -> None:
-    """A save must outlast every fault but a full disk and a lost reply: hard mounts wait for the server. Where the reply of a
-    ``mkdir`` is lost and the request is sent again, NFS says EEXIST, and the save may say so too."""
+    """A save must outlast every fault but a full disk: hard mounts wait for the server."""
     failed = [event["error"] for event in events if event["verdict"] != COMMITTED]
     if failed:
         say(wrong=[f"I8: the save of step {step} under {phase.fault!r} failed: {failed[0]}"])
@@ -189,7 +188,7 @@ def _cut(release: Release) -> NoReturn:
 
 
 def _strike(phase: Phase, draw: Any, release: Release) -> None:
-    if phase.fault == CUT:
+    if phase.fault in (CUT, CUT_START):
         _cut(release)
     lag, down = draw.choice((None, None, 0.0, 0.02, 0.06)), draw.choice((0.0, 0.1, 0.5))
     if phase.fault == "lost":

@@ -37,16 +37,16 @@ class Blind(Files):
 
 
 class Held:
-    """Stops this process at its n-th operation until the guest program lets it go on."""
+    """Stops this process at its n-th operation (of ``kinds``) until the guest program lets it go on."""
 
-    def __init__(self, files: faults.FaultyFiles, gate: End) -> None:
-        self._files, self._gate = files, gate
+    def __init__(self, files: faults.FaultyFiles, gate: End, kinds: tuple[str, ...]) -> None:
+        self._files, self._gate, self._kinds = files, gate, kinds
         self._since = 0
         self._lock = threading.Lock()
 
     def at(self, n: int | None) -> None:
         self._since = self._files.count
-        self._files.faults[:] = [faults.call(self._hold, n)] if n else []
+        self._files.faults[:] = [faults.call(self._hold, n, op=self._kinds)] if n else []
 
     def _hold(self, operation: faults.Operation) -> None:
         with self._lock:
@@ -55,7 +55,7 @@ class Held:
 
     @property
     def operations(self) -> int:
-        return self._files.count - self._since
+        return sum(operation.op in self._kinds for operation in self._files.log[self._since:])
 
 
 def _environment(rank: int, plan: Plan, number: int) -> None:
@@ -73,15 +73,16 @@ def rank(link: End, gate: End, number: int, node: int, plan: Plan, phase: Phase)
         vars(janitor).update(STILL=0.0, RETRY=0.2)
     blind = Blind()
     files = faults.FaultyFiles(blind)
-    held = Held(files, gate)
+    held = Held(files, gate, faults.RESENT if phase.fault == "lost" else faults.WRITES)
     first = link.hear()
     assert first is not None
     held.at(first["at"])
     began = time.monotonic()
     manager = CheckpointManager(ROOT, keep_last=KEEP, timeouts=_TIMEOUTS, seams=Seams(files=files), stop_signals=())
     resumed = manager.resume()
+    operations = held.operations
     held.at(None)
-    link.say(rank=node, resumed=_seen(resumed.checkpoint), operations=held.operations,
+    link.say(rank=node, resumed=_seen(resumed.checkpoint), operations=operations,
              seconds=round(time.monotonic() - began, 3))
     while (order := link.hear()) is not None and "step" in order:
         if phase.fault == "see" and node == 1:
