@@ -95,6 +95,9 @@ class Run:
         idle = set(SERVER).intersection(self._phases) - {fault for fault, _ in self.strikes[before:]}
         if idle and not self.hangs:
             self.violate(f"nothing was struck under {', '.join(sorted(idle))}: a fault that never came proves nothing")
+        damaged = [text for text in said if "EXT4-fs error" in text]
+        if damaged:
+            self.violate(f"the server's own file system is damaged, which is no fault of the library's: {damaged[0]}")
         for step, told in self.told.items():
             text = disagreement(step, told)
             if text and text not in " ".join(self.violations):
