@@ -25,6 +25,9 @@ for node in 0 1; do
   ip -n "node$node" route add default via "10.0.$node.1" || finish "network of node $node"
   nsenter --net="/run/netns/node$node" unshare -u -m sh -c "hostname node$node; echo \$\$ > /run/node$node; exec sleep 1000000" &
 done
+# Before the disk is mounted: a node with a copy of that mount would keep a dead file system alive.
+for node in 0 1; do until [ -s "/run/node$node" ]; do sleep 0.05; done; done
+echo 0 > /proc/sys/net/ipv4/tcp_max_orphans  # a closed socket forgets what it still had to send
 
 mount /dev/ubda /run/disk || finish "the disk cannot be mounted"
 mount -t nfsd nfsd /proc/fs/nfsd
