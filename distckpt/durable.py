@@ -13,17 +13,19 @@ import ctypes
 import errno
 import os
 import stat as _stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+T = TypeVar("T")
 PIECE = 2 << 20
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_STALE = 3
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "cifs", "smb3", "9p", "afs", "glusterfs", "orangefs")
 
@@ -113,6 +115,21 @@ class _File:
             os.close(fd)
 
 
+def _by_name(look: Callable[[], T]) -> T:
+    """``look``, which opens a name and reads what it opened; again when that went stale in between.
+
+    Another NFS client removed it, or put something else under the name; what the name says now is the answer. A mount that is
+    stale itself says ESTALE each time: that is no proof that anything is gone, and is raised.
+    """
+    for _ in range(_STALE):
+        try:
+            return look()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return look()
+
+
 class Files:
     """The file system as this library uses it. Paths are absolute strings."""
 
@@ -120,6 +137,9 @@ class Files:
 
     def scan(self, path: str) -> list[Item]:
         """The entries of a directory, asked afresh from the file system, sorted by name."""
+        return _by_name(lambda: self._scan(path))
+
+    def _scan(self, path: str) -> list[Item]:
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -140,6 +160,9 @@ class Files:
 
     def read(self, path: str, limit: int) -> bytes:
         """At most ``limit`` bytes from the start of a regular file."""
+        return _by_name(lambda: self._read(path, limit))
+
+    def _read(self, path: str, limit: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         try:
             if not _stat.S_ISREG(os.fstat(fd).st_mode):
@@ -166,6 +189,10 @@ class Files:
             view = memoryview(buffer)
             while count := os.readv(fd, [view]):
                 yield view[:count]
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                os.stat(path, follow_symlinks=False)  # removed by another NFS client: FileNotFoundError says so
+            raise
         finally:
             os.close(fd)
 
@@ -297,11 +324,35 @@ def _fill(files: Files, out: Output, path: str, data: bytes) -> None:
         raise OSError(errno.EIO, f"{len(data)} bytes were written and {size} are on disk", path)
 
 
+def is_listed(files: Files, path: str) -> bool:
+    """Whether ``path`` is there, asked of its directory: NFS remembers for half a minute that a name was absent, and a fresh
+    listing ends that."""
+    return any(item.name == os.path.basename(path) for item in files.scan(os.path.dirname(path)))
+
+
+def move(files: Files, source: str, target: str) -> None:
+    """Rename to a name that nobody else gives.
+
+    A server that was started again may have done it and lost the reply; NFS asks again, finds no source, and calls it an
+    error. Then the new name is there, and that is what was wanted (S14). Where another could stand under ``target``, the
+    caller must look at what stands there instead.
+    """
+    try:
+        files.rename(source, target)
+    except FileNotFoundError:
+        if not is_listed(files, target):
+            raise
+
+
 def replace(files: Files, path: str, data: bytes, temporary: str) -> None:
     """Put ``data`` under ``path`` in one step, durably: a reader sees the old bytes or the new, after a crash too."""
     unlink_if_there(files, temporary)
     write_new(files, temporary, data)
-    files.rename(temporary, path)
+    try:
+        files.rename(temporary, path)
+    except FileNotFoundError:  # or it was done, and the reply was lost (see ``move``)
+        if not is_listed(files, path) or files.read(path, len(data) + 1) != data:
+            raise
     files.fsync_dir(os.path.dirname(path))
 
 
@@ -328,7 +379,10 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
 
 
 def make_dir(files: Files, path: str) -> bool:
-    """A directory at ``path``; False if one was there. Its parent is not synced here."""
+    """A directory at ``path``; False if one was there. Its parent is not synced here.
+
+    Right for a name that nobody else gives, too: after a lost reply NFS says that it exists (see ``move``).
+    """
     try:
         files.mkdir(path)
     except FileExistsError:
@@ -341,6 +395,13 @@ def make_dir(files: Files, path: str) -> bool:
 def unlink_if_there(files: Files, path: str) -> None:
     try:
         files.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def rmdir_if_there(files: Files, path: str) -> None:
+    try:
+        files.rmdir(path)
     except FileNotFoundError:
         return
 
@@ -381,7 +442,7 @@ def remove_tree(files: Files, path: str) -> None:
 
 def to_trash(files: Files, source: str, target: str) -> None:
     """Take ``source`` out of sight by one rename, durably on both sides, so that no unlink is durable before it (S21)."""
-    files.rename(source, target)
+    move(files, source, target)
     files.fsync_dir(os.path.dirname(target))
     files.fsync_dir(os.path.dirname(source))
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from distckpt.durable import GONE, TAKEN, Files, discard
+from distckpt.durable import GONE, TAKEN, Files, discard, move
 from distckpt.errors import MarkerError
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Watch
@@ -102,7 +102,7 @@ class Janitor:
         try:
             head = self._head(path)
             if head is not None and self._watch.holders(head.attempt):
-                self._files.rename(path, self._layout.final(head.name))
+                move(self._files, path, self._layout.final(head.name))
                 self._files.fsync_dir(self._layout.root)
                 self._files.fsync_dir(os.path.dirname(path))
                 return

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import GONE, Files, make_dir, unlink_if_there, write_new
+from distckpt.durable import GONE, Files, is_listed, make_dir, unlink_if_there, write_new
 from distckpt.errors import ConfigError, LeaseLost, MarkerError, StepNotFound
 from distckpt.layout import MARKER, Layout
 from distckpt.marker import HEAD_LIMIT, parse_head
@@ -40,8 +40,13 @@ class Held:
 
 
 def listing(files: Files, layout: Layout, attempt: str) -> list[Held]:
-    """The leases on ``attempt``, expired or not, read afresh."""
+    """The leases on ``attempt``, expired or not, read afresh.
+
+    Its directory may have been looked for before it was made, and NFS remembers the absence; so the parent is listed first.
+    """
     try:
+        if not is_listed(files, layout.leases(attempt)):
+            return []
         items = files.scan(layout.leases(attempt))
     except OSError as error:
         if error.errno in GONE:

@@ -277,9 +277,9 @@ class OwnedRoot:
     def make_attempt(self, attempt: str, name: str) -> str:
         """The staging directory of a new attempt, durable in its parents. Those are never made on the way (S5)."""
         outer = self.layout.staging(self.generation, attempt)
-        self.files.mkdir(outer)
+        make_dir(self.files, outer)
         inner = os.path.join(outer, name)
-        self.files.mkdir(inner)
+        make_dir(self.files, inner)
         self.files.fsync_dir(outer)
         self.files.fsync_dir(self.layout.staging(self.generation))
         return inner

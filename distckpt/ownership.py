@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from distckpt import catalog
-from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, unlink_if_there, write_new
+from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, move, unlink_if_there, write_new
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, is_taken
 from distckpt.runtime import Identity, Runtime
@@ -237,7 +237,7 @@ def _fence(files: Files, layout: Layout, generation: int) -> None:
         for older in _numbers(files, layout.home(kind)):
             if older < generation:
                 aside = at(generation, f"taken-{kind}-{older}")
-                files.rename(at(older), aside)
+                move(files, at(older), aside)
         files.fsync_dir(layout.home(kind))
         for item in files.scan(at(generation)):
             if is_taken(item.name):

@@ -6,15 +6,20 @@ What is returned passed the same gate as resume. A checkpoint that must not be r
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 from distckpt import catalog, leases, selection
 from distckpt.catalog import Entry, Problem, RootRecord
 from distckpt.checkpoint import Checkpoint
 from distckpt.durable import GONE, REAL, Files
 from distckpt.errors import ConfigError, MarkerError, NoUsableCheckpoint, StepNotFound
-from distckpt.layout import MAIN, Layout, Naming
+from distckpt.layout import MAIN, Layout, Naming, series_of
 from distckpt.owned import infer_naming
 from distckpt.runtime import SYSTEM, Runtime
+
+T = TypeVar("T")
+_TRIES = 10
 
 
 class Root:
@@ -36,14 +41,17 @@ class Root:
 
     def checkpoints(self, series: str = MAIN) -> list[Checkpoint]:
         """The committed checkpoints of ``series``, newest commit first; damaged ones are left out."""
-        found = []
-        for entry in self.entries(series):
-            if entry.committed:
-                try:
-                    found.append(self.read(entry))
-                except (MarkerError, OSError):
-                    continue
-        return found
+        def look() -> list[Checkpoint]:
+            found = []
+            for entry in self.entries(series):
+                if entry.committed:
+                    try:
+                        found.append(self.read(entry))
+                    except (MarkerError, OSError):
+                        continue
+            return found
+
+        return self._while_rotating(look, bool)
 
     def read(self, entry: Entry) -> Checkpoint:
         """The checkpoint of ``entry``, its marker read whole; MarkerError when that cannot be trusted."""
@@ -57,20 +65,37 @@ class Root:
 
     def latest(self, series: str = MAIN) -> Checkpoint | None:
         """The checkpoint a run would resume from; None when there never was one, NoUsableCheckpoint when none is good."""
+        found, skipped = self._while_rotating(lambda: self._newest(series), lambda answer: answer[0] is not None)
+        if found is None and skipped:
+            raise NoUsableCheckpoint(
+                f"root {self.layout.root} has {len(skipped)} candidates and none is usable: "
+                + "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:5]), rejected=skipped)
+        return found
+
+    def _newest(self, series: str) -> tuple[Checkpoint | None, dict[str, str]]:
         found = self.candidates(series)
         for entry in found.usable:
-            problem = self.problem(entry)
-            if problem is None:
-                return self.read(entry)
-            found.skipped[entry.name] = problem
-        if found.skipped:
-            raise NoUsableCheckpoint(
-                f"root {self.layout.root} has {len(found.skipped)} candidates and none is usable: "
-                + "; ".join(f"{name}: {why}" for name, why in list(found.skipped.items())[:5]), rejected=found.skipped)
-        return None
+            checked = self._check(entry)
+            if isinstance(checked, Checkpoint):
+                return checked, found.skipped
+            found.skipped[entry.name] = checked
+        return None, found.skipped
 
-    def problem(self, entry: Entry) -> str | None:
-        """Why ``entry`` may not be used (marker, seal, sizes); None when it may."""
+    def _while_rotating(self, look: Callable[[], T], found: Callable[[T], bool]) -> T:
+        """``look``, again when it found nothing and the root has other names by then: rotation may take everything that a
+        listing named, because newer commits stand."""
+        for _ in range(_TRIES):
+            before = self._names()
+            answer = look()
+            if found(answer) or self._names() == before:
+                return answer
+        return look()
+
+    def _names(self) -> list[str]:
+        return [item.name for item in self.files.scan(self.layout.root) if series_of(self.naming, item.name) is not None]
+
+    def _check(self, entry: Entry) -> Checkpoint | str:
+        """The checkpoint of ``entry``, or why it may not be used (marker, seal, sizes)."""
         path = self.layout.final(entry.name)
         try:
             found = catalog.read_marker(self.files, path)
@@ -79,7 +104,12 @@ class Root:
         except OSError as error:
             return str(error)
         problems = catalog.check_files(self.files, path, found.files)
-        return f"{problems[0].path} {problems[0].what}" if problems else None
+        return f"{problems[0].path} {problems[0].what}" if problems else Checkpoint(path, found, files=self.files)
+
+    def problem(self, entry: Entry) -> str | None:
+        """Why ``entry`` may not be used (marker, seal, sizes); None when it may."""
+        checked = self._check(entry)
+        return checked if isinstance(checked, str) else None
 
     def all_steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -101,7 +131,11 @@ class Root:
         """The committed checkpoint of ``step``; StepNotFound otherwise."""
         for entry in self.entries(series):
             if entry.step == step and entry.committed:
-                return self.read(entry)
+                try:
+                    return self.read(entry)
+                except OSError as error:
+                    if error.errno not in GONE:
+                        raise
         raise StepNotFound(f"step {step} is not a committed checkpoint of {self.layout.root}; 'distckpt ls' shows what is",
                            step=step)
 

@@ -20,9 +20,11 @@ from distckpt.durable import (
     Files,
     discard,
     fsync_tree_dirs,
+    is_listed,
+    move,
+    replace,
     to_trash,
     unlink_if_there,
-    write_new,
 )
 from distckpt.errors import MarkerError
 from distckpt.layout import ATTEMPT, MARKER, Layout, Naming, series_of
@@ -143,10 +145,7 @@ def settle(files: Files, directory: str, found: Marker) -> None:
     """
     for entry in found.files:
         files.fsync(os.path.join(directory, entry.path))
-    temporary = os.path.join(directory, MARKER + ".again")
-    unlink_if_there(files, temporary)
-    write_new(files, temporary, _marker.build(found))
-    files.rename(temporary, os.path.join(directory, MARKER))
+    replace(files, os.path.join(directory, MARKER), _marker.build(found), os.path.join(directory, MARKER + ".again"))
     fsync_tree_dirs(files, directory)
 
 
@@ -156,14 +155,26 @@ def publish(files: Files, layout: Layout, generation: int, attempt: str, name: s
     try:
         files.rename(staged, final)
     except OSError as error:
-        if error.errno not in TAKEN:
+        if error.errno == errno.ENOENT:
+            _settle_lost(files, final, attempt, error)
+        elif error.errno not in TAKEN:
             raise
-        if not files.exchange(staged, final):
+        elif not files.exchange(staged, final):
             old = layout.trash(generation, f"{name}.{attempt}{REPLACED}")
             to_trash(files, final, old)
-            files.rename(staged, final)
+            move(files, staged, final)
     files.fsync_dir(os.path.dirname(staged))
     files.fsync_dir(layout.root)
+
+
+def _settle_lost(files: Files, final: str, attempt: str, error: OSError) -> None:
+    """The publishing rename found nothing to rename: it was done if ours stands there, and only its reply was lost (S14)."""
+    try:
+        if is_listed(files, final) and catalog.read_marker(files, final).head.attempt == attempt:
+            return
+    except MarkerError:
+        pass
+    raise error
 
 
 def _sweep(files: Files, layout: Layout, generation: int, name: str, report: Report) -> None:
@@ -193,7 +204,7 @@ def put_back(files: Files, layout: Layout, generation: int, report: Report) -> N
         standing = {i.name for i in files.scan(layout.root)}
         if name in standing or found.head.name != name or _problems(files, old, found):
             continue
-        files.rename(old, layout.final(name))
+        move(files, old, layout.final(name))
         files.fsync_dir(layout.root)
         files.fsync_dir(layout.trash(generation))
         report.restored.append(name)

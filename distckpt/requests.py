@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import Files, unlink_if_there, write_new
+from distckpt.durable import Files, move, unlink_if_there, write_new
 from distckpt.layout import Layout
 from distckpt.runtime import Runtime
 
@@ -25,7 +25,7 @@ def ask(files: Files, layout: Layout, runtime: Runtime, reason: str) -> str:
     identity = runtime.identity()
     wish = {"reason": reason, "time": runtime.time(), "host": identity.host, "pid": identity.pid}
     write_new(files, temporary, json.dumps(wish).encode() + b"\n")
-    files.rename(temporary, path)
+    move(files, temporary, path)
     return path
 
 

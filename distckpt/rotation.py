@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distckpt import catalog, leases
 from distckpt.catalog import Entry
-from distckpt.durable import Files
+from distckpt.durable import Files, move
 from distckpt.errors import MarkerError
 from distckpt.layout import Layout
 from distckpt.marker import Marker
@@ -122,7 +122,7 @@ def move_to_trash(files: Files, layout: Layout, generation: int, victims: Sequen
         assert entry.head is not None
         target = layout.trash(generation, f"{entry.name}.{entry.head.attempt}")
         try:
-            files.rename(layout.final(entry.name), target)
+            move(files, layout.final(entry.name), target)
         except OSError as error:
             log.warning("could not rotate %s away: %s; it will be tried again after the next save", entry.name, error)
             continue
@@ -139,7 +139,7 @@ def move_to_trash(files: Files, layout: Layout, generation: int, victims: Sequen
             gone.append(target)
             continue
         try:
-            files.rename(target, layout.final(entry.name))
+            move(files, target, layout.final(entry.name))
             log.info("%s stays: %s", entry.name, "; ".join(holders))
         except OSError as error:
             log.warning("%s could not be moved back from %s (%s) and stays there: %s", entry.name, target, error,

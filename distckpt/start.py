@@ -10,7 +10,7 @@ from distckpt import human
 from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
-from distckpt.durable import GONE, Files, remove_tree, unlink_if_there, write_new
+from distckpt.durable import GONE, Files, make_dir, move, remove_tree, rmdir_if_there, unlink_if_there, write_new
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import Layout, Naming
 from distckpt.owned import OwnedRoot
@@ -52,7 +52,7 @@ class Start:
             self.owned = owned
             name, nonce = f"probe-{self._runtime.token(4)}", self._runtime.token(8)
             probe = self._layout.staging(owned.generation, name)
-            self._files.mkdir(probe)
+            make_dir(self._files, probe)
             write_new(self._files, os.path.join(probe, "nonce"), nonce.encode())
             self._files.fsync_dir(probe)
         except OSError as error:
@@ -82,12 +82,12 @@ class Start:
             self._runtime.sleep(0.05)
         mine = os.path.join(self._probe, f"rank-{self._group.rank}")
         try:
-            self._files.mkdir(mine)
+            make_dir(self._files, mine)
             write_new(self._files, os.path.join(mine, "a"), b"distckpt")
-            self._files.rename(os.path.join(mine, "a"), os.path.join(mine, "b"))
+            move(self._files, os.path.join(mine, "a"), os.path.join(mine, "b"))
             self._files.fsync_dir(mine)
             unlink_if_there(self._files, os.path.join(mine, "b"))
-            self._files.rmdir(mine)
+            rmdir_if_there(self._files, mine)
         except OSError as error:
             return f"cannot mkdir, write, fsync, rename and unlink there: {error}"
         return None

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 
 from distckpt import marker as _marker
-from distckpt.durable import fsync_tree_dirs, to_trash, unlink_if_there, write_new
+from distckpt.durable import fsync_tree_dirs, is_listed, move, rmdir_if_there, to_trash, unlink_if_there, write_new
 from distckpt.errors import MarkerError, RootInUse
 from distckpt.layout import MARKER
 from distckpt.marker import Marker
@@ -75,6 +75,8 @@ def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
 
 def _marker_attempt(owned: OwnedRoot, directory: str) -> str | None:
     try:
+        if not is_listed(owned.files, directory):
+            return None
         return _marker.parse_head(owned.files.read(os.path.join(directory, MARKER), _marker.HEAD_LIMIT)).attempt
     except (OSError, MarkerError):
         return None
@@ -133,7 +135,7 @@ def _undo(owned: OwnedRoot, aside: str, name: str, error: OSError) -> None:
     if _marker_attempt(owned, final) is not None:
         return
     try:
-        owned.files.rename(aside, final)
+        move(owned.files, aside, final)
     except OSError as second:
         raise _Displaced(error.errno, f"{error.strerror}; and what stood there could not be put back ({second}): the next save "
                                       "or start tries again", error.filename) from error
@@ -156,19 +158,19 @@ def _clear(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
     outer = owned.layout.staging(owned.generation, attempt)
     try:
         if not replace:
-            files.rmdir(outer)
+            rmdir_if_there(files, outer)
             return
         gone = []
         for item in files.scan(owned.layout.trash(owned.generation)):
             aside = owned.layout.trash(owned.generation, item.name)
             if item.name.endswith(REPLACED) and item.name.removesuffix(REPLACED).rpartition(".")[0] == name:
                 gone.append(aside.removesuffix(REPLACED))  # published, so recovery must not put it back any more
-                files.rename(aside, gone[-1])
+                move(files, aside, gone[-1])
         old = _marker_attempt(owned, os.path.join(outer, name))
         if old is not None:
             gone.append(owned.layout.trash(owned.generation, f"{name}.{old}"))
             to_trash(files, os.path.join(outer, name), gone[-1])
-        files.rmdir(outer)
+        rmdir_if_there(files, outer)
         owned.janitor.delete(gone)
     except OSError as error:
         owned.journal.event("leftover", attempt=attempt, error=str(error))

@@ -23,6 +23,7 @@ PathTest = str | Callable[[str], bool] | None
 WRITES = ("mkdir", "open", "write", "fsync", "close", "overwrite", "append", "fsync_file", "fsync_dir", "rename",
           "exchange", "link", "unlink", "rmdir")
 READS = ("scan", "stat", "read")
+RESENT = ("mkdir", "rename", "unlink", "rmdir", "link")
 ENVIRONMENT = "DISTCKPT_FAULT"
 
 
@@ -47,8 +48,7 @@ class Operation:
 
 @dataclass
 class Fault:
-    """What goes wrong, and where. Made by ``fail``, ``kill``, ``die``, ``lie``, ``shorten``, ``refuse``
-    and ``call``.
+    """What goes wrong, and where. Made by ``fail``, ``kill``, ``die``, ``lie``, ``shorten``, ``resend``, ``refuse`` and ``call``.
 
     It fires at the ``at``-th operation that matches ``op`` and ``path`` (all operations, without them), and with
     ``forever`` at every matching one from there on. ``path`` is a part of the name, or a test of it. Reading
@@ -114,6 +114,12 @@ def die(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest 
 def lie(at: int = 1, *, op: str | tuple[str, ...] | None = None, path: PathTest = None, forever: bool = False) -> Fault:
     """Report success and do nothing: a lying disk, or a mutant of the code under test that forgot the call."""
     return Fault("skip", at, op, path, forever)
+
+
+def resend(at: int = 1, *, op: str | tuple[str, ...] = RESENT, path: PathTest = None) -> Fault:
+    """Do the operation twice, and answer what the second time says: NFS, when the reply was lost and the server remembers
+    nothing, because it was started again. Only for operations that a client sends again as they are (``RESENT``)."""
+    return Fault("again", at, op, path)
 
 
 def refuse(op: str | tuple[str, ...] = ("exchange", "link")) -> Fault:
@@ -204,6 +210,8 @@ class FaultyFiles(Files):
             assert short is not None, f"{op} cannot be short"
             run = short
         result = skipped if any(fault.kind == "skip" for fault in due) else run()
+        if any(fault.kind == "again" for fault in due):
+            result = run()
         for fault in due:
             if fault.after:
                 self._strike(fault, operation)
