@@ -68,7 +68,7 @@ class Simulation:
 
     def job(self, program: Program, strikes: Sequence[str | Strike] = (), *, world: int | None = None,
             beside: Mapping[str, Callable[[Beside], Any]] | None = None, **more: Any) -> Run:
-        """One job on the disk as it is. ``beside``: further processes, each on a host of its own; in the results they are numbered
+        """One job on the disk as it is. ``beside``: further processes, each on a host of its own; in the results numbered
         after the ranks. ``more``: ``file_faults`` ({rank: faults}), ``files`` (rank to its view of the disk), options."""
         self._jobs += 1
         number = self._jobs
