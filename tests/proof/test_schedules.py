@@ -76,7 +76,8 @@ def test_S2_S13_killed_anywhere_in_a_replace(scenario: str, turn: str) -> None:
     """With an exchange of names, and without: the old one or the new one, never neither, and never swapped back."""
     middle = operations(Case(scenario).run(traced=True).trace, "1.0", turn)[-1]
     total = operations(Case(scenario).run(traced=True).trace, "1.0")[-1]
-    all_well(Case(scenario, faults=(f"kill:0@{at}",)) for at in [*range(middle - 4, middle + 12), *range(3, total, 31)])
+    points = [*range(middle - 4, middle + 12), *range(3, total, 31)]
+    all_well(Case(scenario, faults=(f"kill:0@{at}",)) for at in points)
     all_well(sweep(scenario, 2, ["power"], 23, seed=5, offset=5))
 
 
