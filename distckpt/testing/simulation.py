@@ -7,6 +7,7 @@ arguments give equal executions, operation by operation. ``job`` and ``restart``
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -24,6 +25,8 @@ from distckpt.testing.told import State, Told
 __all__ = ["QUICK", "ROOT", "Beside", "Program", "Run", "Simulation", "State", "Strike", "Told", "content_at", "tree_of"]
 
 QUICK = Timeouts(arrive=20.0, progress=20.0, visible=2.0, close=20.0)
+
+_STATES = 24
 
 
 @dataclass
@@ -61,14 +64,19 @@ class Simulation:
         run = self.job(program, self.strikes)
         off = run.fired and any(strike.kind == "power" for strike in self.strikes)
         saves = list(self.saves)
-        for disk in self.files.crash_states(self.cuts, self.seed) if off else [self.files]:
+        for disk in self._cut() if off else [self.files]:
             self.files, self.saves, run.states = disk, list(saves), run.states + 1
             self.restart(run)
         return run
 
+    def _cut(self) -> list[CrashFiles]:
+        """Some of the disks that the power cut may leave: not the first ones, which have all their bytes."""
+        disks = list(self.files.crash_states(_STATES, self.seed))
+        return random.Random(repr((self.seed, self.strikes))).sample(disks, min(self.cuts, len(disks)))
+
     def job(self, program: Program, strikes: Sequence[str | Strike] = (), *, world: int | None = None,
             beside: Mapping[str, Callable[[Beside], Any]] | None = None, **more: Any) -> Run:
-        """One job on the disk as it is. ``beside``: further processes, each on a host of its own; in the results numbered
+        """One job on the disk as it is. ``beside``: further processes, each on a host of its own, numbered in the results
         after the ranks. ``more``: ``file_faults`` ({rank: faults}), ``files`` (rank to its view of the disk), options."""
         self._jobs += 1
         number = self._jobs
@@ -97,6 +105,7 @@ class Simulation:
             seen[rank] = None if found.checkpoint is None else (found.checkpoint.step, content_at(disk, found.checkpoint.path))
             manager.save((found.step or 0) + 1000, State(b"after the restart, of rank %d" % rank))
 
+        stood = checker.standing(tree_of(disk))
         self.saves = []
         after = self.job(program, world=world, **more)
         for rank, error in after.errors.items():
@@ -108,6 +117,8 @@ class Simulation:
             tree, seen, errors=run.said, disturbed=run.disturbed,
             injected=[words for words in run.injected if any(ABORTED in save.told.values() for save in saves)]))
         run.violations += [f"{line} (after the restart)" for line in after.violations]
+        if trees:
+            run.violations += _taken_back(saves, stood, checker.standing(tree))
         worked = len(after.saves) == 1 and set(after.saves[0].told.values()) == {COMMITTED}
         if not worked:
             run.violations.append(f"I8: the save after the restart did not work: {after.errors}")
@@ -118,6 +129,14 @@ class Simulation:
         run.outcome += f"|{standing}|{[sorted(s.told.items()) for s in saves]}|{sorted(seen.items())}"
         self.saves = [*saves, *after.saves]
         return run
+
+
+def _taken_back(saves: Sequence[Save], before: Mapping[str, tuple[int, str]], after: Mapping[str, tuple[int, str]]) -> list[str]:
+    """I2, as a reader sees it: what stood whole before a restart stands after it, or something newer under its name (S2)."""
+    turn = {save.content: number for number, save in enumerate(saves)}
+    return [f"I2: {name} stood with the content of save {turn.get(content)} and does not any more"
+            for name, (_, content) in before.items()
+            if name not in after or turn.get(after[name][1], -1) < turn.get(content, -1)]
 
 
 def _one_step(run: Run, strikes: Sequence[Strike]) -> list[str]:
