@@ -87,7 +87,8 @@ def test_S3_an_abort_after_the_marker_is_not_resurrected() -> None:
     def broken() -> dict[int, list[faults.Fault]]:
         return {0: [faults.fail(errno.EIO, op="rename", path=lambda p: p.endswith("/step-2"))]}
 
-    renamed = operations(Simulation(2, seed=3, traced=True).job(saves(1, 2), file_faults=broken()).trace, "1.0", "write", "commit.json")[-1]
+    traced = Simulation(2, seed=3, traced=True).job(saves(1, 2), file_faults=broken()).trace
+    renamed = operations(traced, "1.0", "write", "commit.json")[-1]
     verdicts = set()
     for at in range(renamed, renamed + 30):
         simulation = Simulation(2, seed=3)
