@@ -85,6 +85,8 @@ class Known:
     template: str | None
 
     def count(self, strike: Strike) -> int:
+        if strike.call:
+            return sum(main and op in strike.counts for op, _, main in self.order[strike.rank])
         return sum(self.reach[strike.rank].get(op, 0) for op in strike.counts)
 
 
