@@ -90,7 +90,7 @@ class CheckpointManager:
         self._closed = False
         self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy, schedule)}
         found = self._seams.bootstrap or bootstrap.find(group, self._seams.runtime)
-        self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive)
+        self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive, self._timeouts.progress)
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
                     "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
                     "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate}

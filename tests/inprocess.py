@@ -105,7 +105,7 @@ class Job:
     def open(self, rank: int, **options: Any) -> distckpt.CheckpointManager:
         """The manager of ``rank``. Collective, in that rank's thread."""
         seams = Seams(files=self._files.get(rank, REAL), runtime=self.runtimes[rank],
-                      bootstrap=Bootstrap("threads", rank, self.world, self.threads.source, new_gloo=lambda: None))
+                      bootstrap=Bootstrap("threads", rank, self.world, self.threads.source, new_gloo=lambda seconds: None))
         options = {"timeouts": self._timeouts, **self.options, **options}
         manager = distckpt.CheckpointManager(options.pop("root", self.root), seams=seams, **options)
         self.managers[rank] = manager

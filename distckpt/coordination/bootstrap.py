@@ -30,14 +30,15 @@ _counts: dict[str, int] = {}
 
 @dataclass
 class Bootstrap:
-    """The answer. ``source`` makes one client per thread; ``new_gloo`` makes a process group for DCP (None: cannot)."""
+    """The answer. ``source`` makes one client per thread; ``new_gloo`` makes a process group for DCP whose
+    collectives end after so many seconds (None: cannot)."""
 
     kind: str
     rank: int
     world: int
     source: ClientSource
     server: Any = None
-    new_gloo: Callable[[], Any] | None = None
+    new_gloo: Callable[[float], Any] | None = None
 
 
 def find(group: Any, runtime: Runtime) -> Bootstrap:
@@ -179,10 +180,10 @@ def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
     source, server = _publish(rank, world, os.environ.get("MASTER_ADDR") or getattr(exchange, "host", None), runtime,
                               lambda text: exchange.set(key, text), lambda: exchange.get(key).decode())
 
-    def new_gloo() -> Any:
+    def new_gloo(seconds: float) -> Any:
         # The finaliser may be the one who makes it. With local synchronisation the name comes from the members; otherwise it
         # comes from a counter that the training thread of some rank may be advancing at this moment.
-        return dist.new_group(ranks=members, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks=members, timeout=timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True)
 
     return Bootstrap("torch", rank, world, source, server, new_gloo)
 

@@ -21,11 +21,12 @@ _LEAVING = 2.0
 class Group:
     """Made by ``Group.connect`` on every rank. ``identities`` says who every rank is."""
 
-    def __init__(self, bootstrap: Bootstrap, runtime: Runtime) -> None:
+    def __init__(self, bootstrap: Bootstrap, runtime: Runtime, patience: float) -> None:
         self.kind, self.rank, self.world = bootstrap.kind, bootstrap.rank, bootstrap.world
         self.identity = runtime.identity()
-        self._bootstrap, self._runtime = bootstrap, runtime
+        self._bootstrap, self._runtime, self._patience = bootstrap, runtime, patience
         self._gloo: Any = None
+        self.broken = False
         self._client = bootstrap.source()
         self.pulse = Pulse(bootstrap.source, self.rank, runtime, self.identity)
         self.listener = Listener(bootstrap.source, self.rank, runtime)
@@ -33,9 +34,10 @@ class Group:
         self.identities: dict[int, Identity] = {}
 
     @classmethod
-    def connect(cls, bootstrap: Bootstrap, runtime: Runtime, timeout: float) -> Group:
-        """All ranks, introduced to each other; RankTimeout names those who did not come. Collective."""
-        group = cls(bootstrap, runtime)
+    def connect(cls, bootstrap: Bootstrap, runtime: Runtime, timeout: float, patience: float) -> Group:
+        """All ranks, introduced to each other; RankTimeout names those who did not come. Collective. ``patience``: seconds
+        that a rank waits inside a framework's collective: torch's own half hour is nobody's choice here."""
+        group = cls(bootstrap, runtime, patience)
         try:
             with group.rounds.call("start") as call:
                 verdict = call.round({"identity": group.identity.to_json(), "version": distckpt.__version__}, _meet, timeout)
@@ -73,13 +75,15 @@ class Group:
     def collectives(self) -> Any:
         """A gloo group of our own for DCP, made when first needed; None in a process without torch's. Collective.
 
-        Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group.
+        Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group. A group
+        that is ``broken`` (a collective of it ended without a peer) is made anew, when all ranks say so.
         """
         self.require_collectives()
         if self._bootstrap.new_gloo is None:
             return None
-        if self._gloo is None:
-            self._gloo = self._bootstrap.new_gloo()
+        if self._gloo is None or self.broken:
+            self.broken = False
+            self._gloo = self._bootstrap.new_gloo(self._patience)
         return self._gloo
 
     def close(self, timeout: float) -> None:

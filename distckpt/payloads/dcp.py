@@ -132,6 +132,8 @@ class DCP:
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
+        except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
+            raise PeerFailed from error
 
     def live(self) -> Live:
         values = [*([self._model] if self._model is not None else []), *self._optimizers, *self._extra.values()]

@@ -107,10 +107,10 @@ class Transaction:
         them, so either all enter or none (they have deadlines of their own, and name nobody)."""
         assert self.go is not None
         try:
-            verdict = self._call.round({"ready": ready}, lambda reports: {"enter": all(r["ready"] for r in reports.values())},
-                                       self._visible + self._progress)
+            verdict = self._call.round({"ready": ready, "broken": self._group.broken}, _enter, self._visible + self._progress)
         except RankTimeout as error:
             raise PeerFailed from error  # the acks will find the same ranks missing, and the verdict names them
+        self._group.broken = bool(verdict["broken"])
         if ready and not verdict["enter"]:
             raise PeerFailed
 
@@ -127,7 +127,8 @@ class Transaction:
             except OSError as raised:
                 error = raised
         if isinstance(error, PeerFailed):
-            report: Report = {"stopped": True}
+            self._group.broken = self._group.broken or isinstance(error.__cause__, RuntimeError)
+            report: Report = {"stopped": asdict(self._failure(error.__cause__ or error))}
         elif error is not None:
             failure = self._failure(error)
             if failure.disk_full:
@@ -220,6 +221,8 @@ class Transaction:
         if standing is not None and standing.get("aborted"):
             first = RankFailure(**standing["aborted"])
             failures.setdefault(first.rank, first)
+        if not failures and absence is None:  # it only stopped, for a peer that turned out to be there
+            failures = {r: RankFailure(**rep["stopped"]) for r, rep in reports.items() if "stopped" in rep}
         if not failures:
             return absence
         for rank, beat in (absence.missing if absence is not None else {}).items():
@@ -366,6 +369,10 @@ class Transaction:
             if error is None:
                 raise
             raise raised from error
+
+
+def _enter(reports: dict[int, Report]) -> Report:
+    return {"enter": all(report["ready"] for report in reports.values()), "broken": any(r["broken"] for r in reports.values())}
 
 
 def _slowest(reports: dict[int, Report]) -> tuple[int, float]:

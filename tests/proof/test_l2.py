@@ -79,9 +79,8 @@ def test_a_broken_library_is_found(mutant: str, pool: Pool) -> None:
 
 @pytest.mark.skipif(traced.missing() is not None, reason=str(traced.missing()))
 def test_strace_and_the_seam_agree(pool: Pool) -> None:
-    known = pool.known["sync"]
-    items = [Item("sync", Strike(1, "error", of(known, 1, "fsync", after=PROBED), "EIO"), traced=True),
-             Item("sync", Strike(0, "kill", of(known, 0, "rename", which=-1)), traced=True)]
+    items = [Item("sync", Strike(1, "error", 4, "EIO", call="fsync"), traced=True),
+             Item("sync", Strike(0, "kill", 5, call="rename"), traced=True)]
     for found in judged(pool, *items):
         assert found.runs >= 4 and found.fired and found.violations == [], (found.violations, found.logs)
 

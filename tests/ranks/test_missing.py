@@ -104,7 +104,10 @@ def _ends(rank: int, world: int, root: str, who: int, number: int, payload: str)
                 return original(self, *args)
 
             torch.distributed.checkpoint.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
-            manager.save(2, distckpt.DCP(torch.nn.Linear(4, 4)))
+            try:
+                manager.save(2, distckpt.DCP(torch.nn.Linear(4, 4)))
+            finally:
+                torch.distributed.checkpoint.FileSystemWriter.write_data = original  # type: ignore[method-assign]
     except distckpt.DistckptError as error:
         record.update(kind=type(error).__name__, text=str(error), at=time.monotonic(), missing=getattr(error, "missing", None),
                       failures={r: f.type for r, f in (getattr(error, "failures", None) or {}).items()})
@@ -114,7 +117,7 @@ def _ends(rank: int, world: int, root: str, who: int, number: int, payload: str)
     if number == signal.SIGSTOP:
         if rank == 0:
             os.kill(int(store.get(f"pid/{who}")), signal.SIGCONT)
-        manager.save(3, STATE)
+        manager.save(3, distckpt.DCP(torch.nn.Linear(4, 4)) if payload == "dcp" else STATE)
         record["steps"] = manager.all_steps()
         manager.close()
     record["late"] = record["at"] - float(moment.read_text())
@@ -141,23 +144,25 @@ def _restart(rank: int, world: int, root: str) -> int | None:
         return manager.resume().step
 
 
-def test_a_rank_killed_inside_dcp_is_named_beside_what_the_others_saw_of_it(tmp_path: Path) -> None:
-    """gloo says "connection closed" on the others at once; the error says as well which process has ended."""
+def test_a_rank_killed_inside_dcp_is_named_and_not_those_who_waited_for_it(tmp_path: Path) -> None:
+    """gloo says "connection closed" on the others at once; the error says which process has ended."""
     outcomes = run(3, _ends, str(tmp_path / "root"), 1, signal.SIGKILL, "dcp")
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.ok, f"{outcome.error!r} {outcome.text[-5000:]}"
         record = outcome.value
-        assert record["kind"] == "SaveError" and record["failures"][1] == "RankLost", record
+        assert record["kind"] == "RankLost" and list(record["missing"]) == [1], record
         assert record["late"] < 3.0 and "the process has ended" in record["text"], record
 
 
-def test_a_stopped_rank_times_out_at_progress_and_comes_back(tmp_path: Path) -> None:
-    """SIGSTOP in the write phase: RankTimeout at ``Timeouts(progress=2)``, on the stopped rank as well once it goes on."""
-    for rank, record in enumerate(values(run(3, _ends, str(tmp_path / "root"), 1, signal.SIGSTOP, "block"))):
+@pytest.mark.parametrize(("payload", "bound"), [("block", 6.0), ("dcp", 9.0)])
+def test_a_stopped_rank_times_out_at_progress_and_comes_back(payload: str, bound: float, tmp_path: Path) -> None:
+    """SIGSTOP in the write phase: RankTimeout at ``Timeouts(progress=2)``, on the stopped rank as well once it goes on. Inside
+    DCP's collectives the others wait so long as well, and not torch's half hour; and the next save has a group that works."""
+    for rank, record in enumerate(values(run(3, _ends, str(tmp_path / "root"), 1, signal.SIGSTOP, payload))):
         assert record["kind"] == "RankTimeout" and list(record["missing"]) == [1], record
         assert record["steps"] == [1, 3] and "write (no word since it began) at step 2" in record["text"]
         if rank != 1:
-            assert 1.5 <= record["late"] < 6.0, record
+            assert 1.5 <= record["late"] < bound, record
 
 
 def _leader_killed(rank: int, world: int, root: str, where: str) -> float | None:

@@ -40,7 +40,7 @@ class Groups:
         def connect(rank: int) -> Group:
             kind = kinds.get(rank, Client)
             boot = Bootstrap("threads", rank, world, lambda: kind(self.threads.store, "t/"))
-            return Group.connect(boot, self.runtimes[rank], 5.0)
+            return Group.connect(boot, self.runtimes[rank], 5.0, 5.0)
 
         self.all: list[Group] = values(self.threads.run(connect))
 

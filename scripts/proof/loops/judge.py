@@ -85,6 +85,8 @@ class Known:
     template: str | None
 
     def count(self, strike: Strike) -> int:
+        if strike.call:
+            return sum(main and op in strike.counts for op, _, main in self.order[strike.rank])
         return sum(self.reach[strike.rank].get(op, 0) for op in strike.counts)
 
 
@@ -243,7 +245,7 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
     last = Found(root=tree_of(root), went_on=went_on, crashes=found.crashes)
     judged.violations += check(story, last)
     if not item.traced:
-        judged.noticed = _noticed(strike, struck, diaries)
+        judged.noticed = _noticed(program, strike, struck, diaries)
     outcomes = tuple(tuple(sorted(set(save.told.values()))) for save in story.saves[len(program.before):])
     judged.verdicts = (outcomes, answers.get(0), judged.fired)
     if judged.violations:
@@ -375,7 +377,8 @@ def _answer(end: Ended, known: Known) -> tuple[int, str] | str | None:
     return step, known.contents[value]
 
 
-def _noticed(strike: Strike, struck: list[dict[str, Any]], diaries: list[list[dict[str, Any]]]) -> float | None:
+def _noticed(program: Program, strike: Strike, struck: list[dict[str, Any]],
+             diaries: list[list[dict[str, Any]]]) -> float | None:
     """From the fault until another rank knew, less the deadline that had to pass first. Rank 0 knows before it raises: it
     still asks the missing for their stacks, and leaves the others time to read."""
     if not struck or strike.kind not in ("kill", "kill after", "stop"):
@@ -386,5 +389,6 @@ def _noticed(strike: Strike, struck: list[dict[str, Any]], diaries: list[list[di
         return None
     waits = 0.0
     if strike.kind == "stop":
-        waits = DEADLINE + (SILENCE if strike.rank == 0 else 0.0)
+        after = SILENCE if strike.rank == 0 else DEADLINE if program.payload == "dcp" else 0.0  # the collective's, then ours
+        waits = DEADLINE + after
     return float(max(min(others) - struck[0]["at"] - waits, 0.0))

@@ -136,16 +136,33 @@ def _manager(program: Program, place: Place, root: str, files: FaultyFiles, time
     if timeouts is HASTY or timeouts == HASTY:
         store.SILENCE = SILENCE
     if program.payload == "dcp":
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.metadata import StorageMeta
-
-        # else no two saves of one state have the same bytes: it writes down its own path and a random id
-        FileSystemWriter.storage_meta = lambda self: StorageMeta()  # type: ignore[method-assign]
+        _count_dcp(files)
         place.gloo()
         seams = Seams(files=files)
     else:
         seams = Seams(files=files, bootstrap=place.bootstrap())
     return distckpt.CheckpointManager(root, keep_last=program.keep, seams=seams, timeouts=timeouts)
+
+
+def _count_dcp(files: FaultyFiles) -> None:
+    """Let what DCP writes by itself be counted and struck as well: between its collectives."""
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    # else no two saves of one state have the same bytes: it writes down its own path and a random id
+    FileSystemWriter.storage_meta = lambda self: StorageMeta()  # type: ignore[method-assign]
+    create, rename = FileSystem.create_stream, FileSystem.rename
+
+    def create_stream(self: Any, path: Any, mode: str) -> Any:
+        if "w" in mode:
+            files._do("open", str(path), "", lambda: None, None)
+        return create(self, path, mode)
+
+    def renamed(self: Any, path: Any, new: Any) -> None:
+        files._do("rename", str(path), str(new), lambda: rename(self, path, new), None)
+
+    FileSystem.create_stream = create_stream  # type: ignore[method-assign]
+    FileSystem.rename = renamed  # type: ignore[method-assign, assignment]
 
 
 def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Timeouts, mutant: str = "",

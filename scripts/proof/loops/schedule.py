@@ -48,7 +48,8 @@ def fitted(item: Item, seed: int, known: Known) -> Item | None:
         fit = traced.countable(known.order[strike.rank])
         if not fit or traced.missing() is not None:
             return None
-        return replace(item, strike=replace(strike, n=fit[(strike.n - 1) * len(fit) // _TRACED]))
+        call, n = fit[(strike.n - 1) * len(fit) // _TRACED]
+        return replace(item, strike=replace(strike, call=call, n=n))
     if strike.n <= count + MARGIN:
         return item
     return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None

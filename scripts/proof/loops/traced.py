@@ -11,14 +11,14 @@ import platform
 import select
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 from scripts.proof.loops.judge import Item, Judged, Known, judge
+from scripts.proof.loops.strikes import CALLS
 
 KINDS = (("error", "EIO"), ("error", "ENOSPC"), ("kill", ""))
 PROGRAMS = ("sync", "members")
-_CALLS = {"fsync": "fsync", "fsync_file": "fsync", "fsync_dir": "fsync", "mkdir": "mkdir", "rename": "rename", "unlink": "unlink",
-          "rmdir": "rmdir"}
 _ATTACH = 20.0
 
 
@@ -29,18 +29,24 @@ def missing() -> str | None:
     return None if shutil.which("strace") else "no strace"
 
 
-def countable(order: list[tuple[str, str, bool]]) -> list[int]:
-    """Every n that is one system call of the main thread."""
-    return [n for n, (op, _, main) in enumerate(order, 1) if main and op in _CALLS]
+def countable(order: list[tuple[str, str, bool]]) -> list[tuple[str, int]]:
+    """(system call, how manieth of the main thread's) of every operation that is one."""
+    seen: Counter[str] = Counter()
+    found = []
+    for op, _, main in order:
+        call = next((call for call, ops in CALLS.items() if op in ops), None)
+        if main and call is not None:
+            seen[call] += 1
+            found.append((call, seen[call]))
+    return found
 
 
 class _Strace:
-    def __init__(self, item: Item, known: Known, log: str) -> None:
-        strike, order = item.strike, known.order[item.strike.rank]
-        call = _CALLS[order[strike.n - 1][0]]
-        number = sum(main and _CALLS.get(op) == call for op, _, main in order[:strike.n])
+    def __init__(self, item: Item, log: str) -> None:
+        strike = item.strike
         what = "signal=KILL" if strike.kind == "kill" else f"error={strike.number}"
-        self._command = ["strace", "-f", "-o", log, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={number}"]
+        self._command = ["strace", "-f", "-o", log, "-e", f"trace={strike.call}", "-e",
+                         f"inject={strike.call}:{what}:when={strike.n}"]
         self._log, self._kills = Path(log), strike.kind == "kill"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,7 +81,7 @@ def judge_traced(item: Item, known: Known, folder: str) -> Judged:
     """One run struck by the seam and one by strace: both in order, and of one verdict."""
     judged = judge(item, known, folder)
     for again in (True, False):
-        outside = _Strace(item, known, os.path.join(folder, "strace.log"))
+        outside = _Strace(item, os.path.join(folder, "strace.log"))
         try:
             other = judge(item, known, folder, outside)
         finally:
