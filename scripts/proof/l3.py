@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scripts.proof import disks, layer
 from scripts.proof.l3_full import fills
-from scripts.proof.l3_program import MUTANTS, ROTATES_FIRST
+from scripts.proof.l3_program import ALL_MUTANTS
 from scripts.proof.l3_replay import replays
 from scripts.proof.l3_shutdown import cuts
 from scripts.proof.layer import Budget, Layer, Result
@@ -36,7 +36,7 @@ SWEEPS: dict[str, Sweep] = {"shutdown": cuts, "replay": replays, "full": fills}
 
 def run(name: str, seconds: float, seed: int = 0, most: int = ALL, mutant: str = "") -> Result:
     """One of ``SWEEPS`` in a zygote, with a folder of its own in memory."""
-    folder = tempfile.mkdtemp(prefix="distckpt-l3-", dir="/dev/shm")
+    folder = tempfile.mkdtemp(prefix="distckpt-l3-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     try:
         found = zygote(_sweep, name, os.getpid(), seconds, seed, folder, most, mutant, timeout=seconds + SLACK)
         assert isinstance(found, Result)
@@ -82,7 +82,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=15)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--most", type=int, default=ALL)
-    options.add_argument("--mutant", choices=[*MUTANTS, ROTATES_FIRST], default="")
+    options.add_argument("--mutant", choices=ALL_MUTANTS, default="")
     options.add_argument("--log", type=Path)
     chosen = options.parse_args()
     result = run(chosen.sweep, chosen.seconds, chosen.seed, chosen.most, chosen.mutant)

@@ -23,6 +23,7 @@ import torch
 from torch.serialization import set_crc32_options
 
 import distckpt
+from distckpt import recovery
 from distckpt.durable import REAL, Files
 from distckpt.errors import DistckptError, ResumeError, SaveError
 from distckpt.layout import Layout, rank_name
@@ -49,8 +50,11 @@ MUTANTS: dict[str, dict[str, Any]] = {
 }
 """Calls of the library that are left out. The layer turns red with each but the last: on a file system with a journal the sync
 of a file brings the names before it along, and what is committed in staging is rolled forward when its last name is lost. The
-model of a disk that owes nothing (``distckpt.testing.crashfs``) is what shows that syncs of directories are needed."""
+model of a disk that owes nothing (``distckpt.testing.crashfs``) is what shows that syncs of directories are needed; here
+``NO_SECOND_LINE`` shows that their loss is seen."""
 ROTATES_FIRST = "rotation before the commit"
+NO_SECOND_LINE = "no directory is synced, nothing is rolled forward"
+ALL_MUTANTS = (*MUTANTS, ROTATES_FIRST, NO_SECOND_LINE)
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,9 @@ def _without(mutant: str) -> list[Fault]:
     if mutant == ROTATES_FIRST:
         _rotate_first()
         return []
+    if mutant == NO_SECOND_LINE:
+        recovery._roll_forward = lambda *_: False
+        mutant = "no directory is synced"
     return [lie(forever=True, **MUTANTS[mutant])] if mutant else []
 
 
