@@ -34,6 +34,7 @@ _FULL, _QUICK = 1 << 30, 64 << 20
 _PIECE = 8 << 20
 _ROOMY = 12 << 30
 _LIMIT = 900.0
+_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
 Times = tuple[float, ...]
 Found = dict[str, list[Times]]
@@ -90,8 +91,8 @@ def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) 
 
 def _tensors(size: int) -> dict[str, torch.Tensor]:
     """One rank's share of ``size`` bytes."""
-    mine = size // WORLD
-    return {f"layer.{i}": torch.randn(min(_PIECE, mine) // 4) for i in range(max(mine // _PIECE, 1))}
+    one = torch.randn(_PIECE // 4)
+    return {f"layer.{i}": one.clone() for i in range(size // WORLD // _PIECE)}
 
 
 def _memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
@@ -206,8 +207,9 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
 def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
     found = _run(_stall_rank, place, size, 2 if quick else 11)
     shown = f"{size >> 20} MB, {WORLD} ranks"
-    yield _row(f"background save returns, {shown} / warm memcpy", found, "thread", "memcpy", target=1.25, note="writer='thread'")
-    yield _row(f"background save returns, {shown} / warm memcpy", found, "process", "memcpy", target=1.25, note="writer='process'")
+    for writer in _KINDS:
+        yield _row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", target=1.25,
+                   note=f"writer={writer!r}")
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
@@ -266,7 +268,7 @@ def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
 
 
 def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
-    """A step with a save in it: (call + fence, the whole step)."""
+    """A step with a save in it: (the call, the fence, both, the whole step)."""
     width = 1024
     layers = max(size // WORLD // 3 // (4 * width * width), 1)  # AdamW keeps two more of every parameter
     model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
@@ -286,28 +288,28 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
             optimizer.step()
             whole = time.perf_counter() - begun
             ours.end()
-            return called + fence, whole
+            return called, fence, called + fence, whole
 
         step(None)
         copy = _memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
             moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
-        return _rotate(rank, {"memcpy": copy, "none": lambda turn: step(None), "copy": lambda turn: step("copy"),
-                              "overlap": lambda turn: step("overlap")}, turns)
+        return _rotate(rank, {"memcpy": lambda turn: copy(turn) * 2, "none": lambda turn: step(None),
+                              "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
 
 
 def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
     found = _run(_overlap_rank, place, size, 2 if quick else 11)
     shown = f"{size >> 20} MB"
-    yield _row(f"staging='overlap', {shown}: call + fence / staging='copy'", found, "overlap", "copy",
-               note="forward and backward between call and fence")
-    yield _row(f"staging='overlap', {shown}: call + fence / warm memcpy", found, "overlap", "memcpy")
-    yield _row("a whole step with a save, overlap / without", found, "overlap", "none", 1, note="the writer has begun by then")
-    yield _row("a whole step with a save, copy / without", found, "copy", "none", 1)
+    for index, what in enumerate(("call", "fence", "call + fence")):
+        yield _row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
+                   note="forward and backward stand between call and fence" if index == 1 else "")
+    yield _row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
+    for how in ("overlap", "copy"):
+        yield _row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
+                   note="the writer works in it too")
 
 
 # -- beside DCP --------------------------------------------------------------------------------------------------------
-
-_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
 
 def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
