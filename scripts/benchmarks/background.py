@@ -100,17 +100,18 @@ def _memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
     pairs = [(torch.empty_like(t).fill_(1.0).numpy(), t.numpy()) for t in tensors.values()]
 
     def once(turn: int) -> Times:
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.thread_time()
         for into, source in pairs:
             numpy.copyto(into, source)
         took = time.perf_counter() - begun
-        return took, took
+        return took, took, time.thread_time() - cpu
 
     return once
 
 
 class _Ours:
-    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, seconds until durable)."""
+    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, until durable, of this thread's CPU
+    in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
 
     def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
         self.manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
@@ -131,12 +132,13 @@ class _Ours:
             self.manager._owned.janitor.wait(60)
 
     def background(self, turn: int) -> Times:
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.thread_time()
         stall, handle = self.begin(background=True)
+        cpu = time.thread_time() - cpu
         handle.result()
         durable = time.perf_counter() - begun
         self.end()
-        return stall, durable
+        return stall, durable, cpu
 
     def synchronous(self, turn: int) -> Times:
         took, _ = self.begin()
@@ -205,11 +207,12 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
 
 
 def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_stall_rank, place, size, 2 if quick else 11)
+    found = _run(_stall_rank, place, size, 1 if quick else 11)
     shown = f"{size >> 20} MB, {WORLD} ranks"
     for writer in _KINDS:
-        yield _row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", target=1.25,
-                   note=f"writer={writer!r}")
+        note = f"writer={writer!r}"
+        yield _row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note)
+        yield _row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note)
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
@@ -255,8 +258,9 @@ def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
                 found[name] += times
             shutil.rmtree(folder)
     shown = f"{size >> 20} MB"
-    yield _row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", target=1.25,
-               note="a fresh process each round; memory made by poll() while it trained")
+    yield _row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, 1.25,
+               "a fresh process each round; memory made by poll() while it trained")
+    yield _row("the same in CPU time of the training thread", found, "ours", "memcpy", 2, 1.25)
     for which in ("thread", "process") if not quick else ("thread",):
         count = len(found[which])
         part = {name: times[:count] for name, times in found.items()}
@@ -298,7 +302,7 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
 
 
 def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_overlap_rank, place, size, 2 if quick else 11)
+    found = _run(_overlap_rank, place, size, 1 if quick else 11)
     shown = f"{size >> 20} MB"
     for index, what in enumerate(("call", "fence", "call + fence")):
         yield _row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
@@ -329,7 +333,7 @@ def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick:
 
 
 def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_peers_rank, place, size, 2 if quick else 9, quick)
+    found = _run(_peers_rank, place, size, 1 if quick else 9, quick)
     shown = f"{size >> 20} MB"
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
         label = {"sync": "our synchronous save", "dcp.save": "dcp.save"}.get(name, f"dcp.async_save, {name}")
@@ -376,7 +380,8 @@ class _Trainer:
 def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
     """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight)"""
     tensors, trainer = _tensors(size), _Trainer()
-    alone = 0.3 if quick else 1.0
+    alone = 0.2 if quick else 1.0
+    kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
 
     def beside(saver: _Ours | _Dcp, **how: Any) -> Callable[[int], Times]:
         def once(turn: int) -> Times:
@@ -390,10 +395,9 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
 
     with ExitStack() as stack:
         variants = {f"ours, {name}": beside(_Ours(stack, f"{place}/{name}", distckpt.Shards(tensors), writer=name),
-                                            background=True) for name in _KINDS}
-        for name, kind in _KINDS.items():
-            if not quick or name == "thread":
-                variants[f"dcp, {name}"] = beside(_Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
+                                            background=True) for name in kinds}
+        for name, kind in kinds.items():
+            variants[f"dcp, {name}"] = beside(_Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
         try:
             return _rotate(rank, variants, turns)
         finally:
@@ -401,7 +405,7 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
 
 
 def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_slowdown_rank, place, size, 2 if quick else 9, quick)
+    found = _run(_slowdown_rank, place, size, 1 if quick else 9, quick)
     for name in found:
         yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", _column(found, name, 0), _column(found, name, 1),
                   note=f"in flight {sorted(_column(found, name, 3))[len(found[name]) // 2]:.2f} s")
