@@ -150,9 +150,11 @@ class _Ours:
         return stall, durable, cpu
 
     def synchronous(self, turn: int) -> Times:
+        cpu = time.thread_time()
         took, _ = self.begin()
+        cpu = time.thread_time() - cpu
         self.end()
-        return took, took
+        return took, took, cpu
 
 
 class _Dcp:
@@ -188,13 +190,14 @@ class _Dcp:
         dist.barrier()
 
     def __call__(self, turn: int) -> Times:
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.thread_time()
         stall, future = self.begin()
+        cpu = time.thread_time() - cpu
         if future is not None:
             future.result()
         durable = time.perf_counter() - begun
         self.end()
-        return stall, durable
+        return stall, durable, cpu
 
 
 def _end_children() -> None:
@@ -347,6 +350,7 @@ def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
         label = {"sync": "our synchronous save", "dcp.save": "dcp.save"}.get(name, f"dcp.async_save, {name}")
         yield _row(f"save returns, {shown} / {label}", found, "ours", name)
+        yield _row("the same in CPU time of the training thread", found, "ours", name, 2)
         yield _row(f"save durable, {shown} / {label}", found, "ours", name, 1)
 
 
@@ -386,20 +390,29 @@ class _Trainer:
         return took / steps
 
 
+def _cpu_beside() -> float:
+    """CPU seconds so far of everything but this thread: the process's other threads, and its children."""
+    me = psutil.Process()
+    times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
+    return sum(t.user + t.system for t in times) - time.thread_time()
+
+
 def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
-    """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight)"""
+    """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight, CPU seconds
+    that the save took beside the training thread)"""
     tensors, trainer = _tensors(size), _Trainer()
     alone = 0.2 if quick else 1.0
     kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
 
     def beside(saver: _Ours | _Dcp, **how: Any) -> Callable[[int], Times]:
         def once(turn: int) -> Times:
-            before = trainer.run(alone)
+            before, cpu = trainer.run(alone), _cpu_beside()
             stall, handle = saver.begin(**how)
             steps, seconds = trainer.until(handle.done)
+            cpu = _cpu_beside() - cpu
             saver.end()
             free = (before + trainer.run(alone)) / 2
-            return seconds / steps, free, stall + seconds - steps * free, stall + seconds
+            return seconds / steps, free, stall + seconds - steps * free, stall + seconds, cpu
         return once
 
     with ExitStack() as stack:
@@ -421,3 +434,4 @@ def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
     for ours in (n for n in found if n.startswith("ours")):
         for theirs in (n for n in found if n.startswith("dcp")):
             yield _row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, note="stall + slower steps")
+            yield _row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4)
