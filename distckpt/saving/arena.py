@@ -77,8 +77,8 @@ class Arena:
             raise RuntimeError(f"the staging arena holds {self._block.numel()} bytes and {self._used} are needed")
         if not length:
             return torch.empty(like.shape, dtype=like.dtype)
-        room = torch.frombuffer(self._block.numpy(), dtype=torch.uint8, offset=start, count=length)
-        return room.view(like.dtype).view(like.shape)
+        room = torch.frombuffer(self._block.numpy(), dtype=like.dtype, offset=start, count=like.numel())
+        return room.view(like.shape)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Where in the block ``tensor`` stands; None when it does not."""

@@ -23,6 +23,7 @@ HOW = ("copy", "overlap")
 
 _SHOWN = 8
 _LOOK = 0.5
+_SMALL = 1 << 16
 
 
 class DeviceEvent(Protocol):
@@ -95,10 +96,11 @@ class Copy:
         twins: dict[Any, torch.Tensor] = {}
 
         def stage(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            source, known = tensor.detach(), twins.get(identity(tensor))
+            source, key = tensor.detach(), identity(tensor)
+            known = twins.get(key)
             if known is not None:
                 return known
-            target = twins[identity(tensor)] = arena.cut(tensor)
+            target = twins[key] = arena.cut(tensor)
             if self._check:
                 self._before[name] = _digest(source)
             (self._later if steady and pointer(source) in steady else now).append((name, target, source))
@@ -189,12 +191,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    if source.is_contiguous() and source.numel():
-        import numpy  # its copy is half again as fast as torch's on one core
+    if source.nbytes > _SMALL and source.is_contiguous():
+        import numpy  # its copy is half again as fast as torch's on one core, and costs more to begin
 
-        flat = source.view(torch.uint8) if source.dim() else source.reshape(1).view(torch.uint8)
-        into = target.view(torch.uint8) if target.dim() else target.reshape(1).view(torch.uint8)
-        numpy.copyto(into.numpy(), flat.numpy())
+        numpy.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
         return
     target.copy_(source)
 

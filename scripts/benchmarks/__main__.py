@@ -8,10 +8,10 @@ import os
 import platform
 from pathlib import Path
 
-from scripts.benchmarks import core
+from scripts.benchmarks import background, core
 from scripts.benchmarks.report import Row, table
 
-GROUPS = {"core": core.run}
+GROUPS = {"background": background.run, "core": core.run}
 
 
 def main() -> int:

@@ -59,6 +59,19 @@ def test_a_copy_shares_nothing_with_its_source() -> None:
     assert staged["ordered"]["b"][1] == "text" and type(staged["ordered"]) is OrderedDict
 
 
+@pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float8_e4m3fn,
+                                   torch.float64, torch.complex64], ids=str)
+def test_every_kind_of_number_is_copied_bit_for_bit(dtype: torch.dtype, count: int) -> None:
+    raw = torch.arange(count * dtype.itemsize) % (2 if dtype == torch.bool else 119)
+    source = raw.to(torch.uint8).view(dtype)
+    staged = staging.copy({"odd": torch.ones(1, dtype=torch.uint8), "x": source}, Arena(), SYSTEM)["x"]
+    kept = source.clone()
+    source.view(torch.uint8).zero_()
+    assert staged.dtype == dtype and torch.equal(staged.view(torch.uint8), kept.view(torch.uint8))
+    assert staged.untyped_storage().nbytes() == kept.nbytes
+
+
 def test_memory_is_made_once_and_used_again() -> None:
     arena = Arena()
     first = staging.copy({"x": torch.ones(1000)}, arena, SYSTEM)["x"].data_ptr()

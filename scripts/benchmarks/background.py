@@ -1,0 +1,437 @@
+"""What a background save costs the training loop: beside a warm copy of the same bytes, and beside DCP's on the same machine.
+
+Every scenario runs two real ranks with gloo. A round's figure is the slowest rank's, as a training step would feel it.
+Peers start with ``torch.distributed.checkpoint``'s defaults; "kept stager" is what its documentation recommends for more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import distckpt
+from scripts.benchmarks.report import Row
+from tests.harness import run as run_ranks
+from tests.harness import values
+
+WORLD = 2
+_FULL, _QUICK = 1 << 30, 64 << 20
+_PIECE = 8 << 20
+_ROOMY = 12 << 30
+_LIMIT = 900.0
+_ENOUGH = 200.0
+_KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+
+Times = tuple[float, ...]
+Found = dict[str, list[Times]]
+
+
+def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
+    size = _QUICK if quick else _FULL
+    free = psutil.virtual_memory().available
+    while size > _QUICK and free < _ROOMY * size // _FULL:
+        size //= 2
+    if not quick and size < _FULL:
+        print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {_FULL >> 20}", flush=True)
+    for name, scenario in (("stall", _stall), ("first", _first), ("overlap", _overlap), ("peers", _peers),
+                           ("slowdown", _slowdown)):
+        if only in name:
+            folder = place / name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                yield from scenario(str(folder), size, quick)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(target: Callable[..., Found], *args: Any) -> Found:
+    """Each round's figures, of its slowest rank."""
+    found = values(run_ranks(WORLD, target, *args, timeout=_LIMIT))
+    return {name: [tuple(map(max, zip(*ranks, strict=True))) for ranks in zip(*(f[name] for f in found), strict=True)]
+            for name in found[0]}
+
+
+def _column(found: Found, name: str, index: int = 0) -> list[float]:
+    return [times[index] for times in found[name]]
+
+
+def _row(name: str, found: Found, ours: str, theirs: str, index: int = 0, target: float | None = None, note: str = "") -> Row:
+    rounds = f"{len(found[ours])} rounds"
+    return Row(name, _column(found, ours, index), _column(found, theirs, index), target, f"{rounds}; {note}" if note else rounds)
+
+
+def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) -> Found:
+    """Run every variant once a round, in an order that moves on by one; the first round warms up.
+
+    A busy machine gets fewer rounds, at least two: as many as end in time.
+    """
+    names, late = list(variants), time.monotonic() + _ENOUGH
+    found: Found = {name: [] for name in names}
+    for turn in range(turns + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            dist.barrier()
+            found[name].append(variants[name](turn))
+        over = torch.tensor([float(time.monotonic() > late)])
+        dist.all_reduce(over)
+        if over.item() and turn >= 2:
+            break
+    return {name: times[1:] for name, times in found.items()}
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def _tensors(size: int) -> dict[str, torch.Tensor]:
+    """One rank's share of ``size`` bytes."""
+    one = torch.randn(_PIECE // 4)
+    return {f"layer.{i}": one.clone() for i in range(size // WORLD // _PIECE)}
+
+
+def _memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
+    """One copy of the same bytes into memory that was touched before, by the fastest means there is here."""
+    pairs = [(torch.empty_like(t).fill_(1.0).numpy(), t.numpy()) for t in tensors.values()]
+
+    def once(turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        for into, source in pairs:
+            numpy.copyto(into, source)
+        took = time.perf_counter() - begun
+        return took, took, time.thread_time() - cpu
+
+    return once
+
+
+class _Ours:
+    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, until durable, of this thread's CPU
+    in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
+
+    def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
+        self.manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
+        self.state = state
+        self._step = 0
+
+    def begin(self, **how: Any) -> tuple[float, distckpt.SaveHandle]:
+        self._step += 1
+        begun = time.perf_counter()
+        handle = self.manager.save(self._step, self.state, **how)
+        return time.perf_counter() - begun, handle
+
+    def end(self) -> None:
+        """Durable on every rank, and what rotated away is deleted: the next variant finds the disk at rest."""
+        self.manager.wait()
+        dist.barrier()
+        if self.manager._owned is not None:
+            self.manager._owned.janitor.wait(60)
+
+    def background(self, turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        stall, handle = self.begin(background=True)
+        cpu = time.thread_time() - cpu
+        handle.result()
+        durable = time.perf_counter() - begun
+        self.end()
+        return stall, durable, cpu
+
+    def synchronous(self, turn: int) -> Times:
+        cpu = time.thread_time()
+        took, _ = self.begin()
+        cpu = time.thread_time() - cpu
+        self.end()
+        return took, took, cpu
+
+
+class _Dcp:
+    """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does)."""
+
+    def __init__(self, rank: int, folder: str, tensors: dict[str, torch.Tensor], kind: AsyncCheckpointerType | None = None,
+                 keep_stager: bool = False) -> None:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        self._state = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+        self._rank, self._folder, self._kind, self._turn = rank, folder, kind, 0
+        self._group = dist.new_group(backend="gloo")  # its thread's collectives must not meet the training's
+        shared = kind is AsyncCheckpointerType.PROCESS
+        self._stager = DefaultStager(StagingOptions(False, shared, False, False)) if keep_stager else None
+        if shared:
+            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have no child
+
+    def begin(self) -> tuple[float, Any]:
+        self._turn += 1
+        path = f"{self._folder}/{self._turn}"
+        begun = time.perf_counter()
+        if self._kind is None:
+            dcp.save(self._state, checkpoint_id=path, process_group=self._group)
+            future = None
+        else:
+            future = dcp.async_save(self._state, checkpoint_id=path, process_group=self._group, async_stager=self._stager,
+                                    async_checkpointer_type=self._kind)
+        return time.perf_counter() - begun, future
+
+    def end(self) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(f"{self._folder}/{self._turn}")
+        dist.barrier()
+
+    def __call__(self, turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        stall, future = self.begin()
+        cpu = time.thread_time() - cpu
+        if future is not None:
+            future.result()
+        durable = time.perf_counter() - begun
+        self.end()
+        return stall, durable, cpu
+
+
+def _end_children() -> None:
+    """DCP's checkpoint process would outlive a rank that leaves without the interpreter's shutdown."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
+
+
+# -- the stall of a call -----------------------------------------------------------------------------------------------
+
+
+def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
+    tensors = _tensors(size)
+    with ExitStack() as stack:
+        thread = _Ours(stack, f"{place}/thread", distckpt.Shards(tensors))
+        process = _Ours(stack, f"{place}/process", distckpt.Shards(tensors), writer="process")
+        return _rotate(rank, {"memcpy": _memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
+
+
+def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
+    found = _run(_stall_rank, place, size, 1 if quick else 11)
+    shown = f"{size >> 20} MB, {WORLD} ranks"
+    for writer in _KINDS:
+        note = f"writer={writer!r}"
+        yield _row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note)
+        yield _row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note)
+
+
+def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
+    """In a process that has saved nothing yet, some steps after its start."""
+    tensors = _tensors(size)
+    trainer = _Trainer()
+    if which != "ours":
+        peer = _Dcp(rank, place, tensors, AsyncCheckpointerType[which.upper()])
+        trainer.run(0.5)
+        dist.barrier()
+        try:
+            return {which: [peer(turn)]}
+        finally:
+            _end_children()
+    with ExitStack() as stack:
+        copy = _memcpy(tensors)
+        ours = _Ours(stack, f"{place}/root", distckpt.Shards(tensors))
+        ours.manager.restore(ours.state)
+        step = 0
+        while step < 3 or ours.manager._behind._preparing is None or ours.manager._behind._preparing.is_alive():
+            ours.manager.poll(step)
+            trainer.step()
+            step += 1
+        found: Found = {}
+        for name, measured in (("ours", ours.background), ("memcpy", copy))[::1 if turn % 2 else -1]:
+            dist.barrier()
+            if name == "memcpy":
+                copy(turn)  # its own warm-up
+                dist.barrier()
+            found[name] = [measured(turn)]
+        return found
+
+
+def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
+    found: Found = {"ours": [], "memcpy": [], "thread": [], "process": []}
+    rounds = 1 if quick else 9
+    for turn in range(rounds):
+        order = ("ours", "thread") if turn % 2 else ("thread", "ours")
+        for which in (*order, "process") if not quick and turn < 3 else order:
+            folder = f"{place}/{which}-{turn}"
+            Path(folder).mkdir()
+            for name, times in _run(_first_rank, folder, size, turn, which).items():
+                found[name] += times
+            shutil.rmtree(folder)
+    shown = f"{size >> 20} MB"
+    yield _row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, 1.25,
+               "a fresh process each round; memory made by poll() while it trained")
+    yield _row("the same in CPU time of the training thread", found, "ours", "memcpy", 2, 1.25)
+    for which in ("thread", "process") if not quick else ("thread",):
+        count = len(found[which])
+        part = {name: times[:count] for name, times in found.items()}
+        yield _row(f"first save returns, {shown} / first dcp.async_save, {which}", part, "ours", which)
+        yield _row(f"first save durable, {shown} / first dcp.async_save, {which}", part, "ours", which, 1)
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
+    """A step with a save in it: (the call, the fence, both, the whole step)."""
+    width = 1024
+    layers = max(size // WORLD // 3 // (4 * width * width), 1)  # AdamW keeps two more of every parameter
+    model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    batch = torch.randn(64, width)
+    with ExitStack() as stack:
+        ours = _Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
+
+        def step(how: str | None) -> Times:
+            begun = time.perf_counter()
+            called = ours.begin(background=True, staging=how)[0] if how else 0.0
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            at_fence = time.perf_counter()
+            ours.manager.staged()
+            fence = time.perf_counter() - at_fence
+            optimizer.step()
+            whole = time.perf_counter() - begun
+            ours.end()
+            return called, fence, called + fence, whole
+
+        step(None)
+        copy = _memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
+            moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
+        return _rotate(rank, {"memcpy": lambda turn: copy(turn)[:1] * 4, "none": lambda turn: step(None),
+                              "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
+
+
+def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
+    found = _run(_overlap_rank, place, size, 1 if quick else 11)
+    shown = f"{size >> 20} MB"
+    for index, what in enumerate(("call", "fence", "call + fence")):
+        yield _row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
+                   note="forward and backward stand between call and fence" if index == 1 else "")
+    yield _row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
+    for how in ("overlap", "copy"):
+        yield _row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
+                   note="the writer works in it too")
+
+
+# -- beside DCP --------------------------------------------------------------------------------------------------------
+
+
+def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
+    tensors = _tensors(size)
+    with ExitStack() as stack:
+        ours = _Ours(stack, f"{place}/ours", distckpt.Shards(tensors))
+        variants: dict[str, Callable[[int], Times]] = {
+            "ours": ours.background, "sync": ours.synchronous, "dcp.save": _Dcp(rank, f"{place}/dcp", tensors)}
+        for name, kind in _KINDS.items():
+            variants[f"{name}, kept stager"] = _Dcp(rank, f"{place}/{name}-kept", tensors, kind, keep_stager=True)
+            if not quick:
+                variants[name] = _Dcp(rank, f"{place}/{name}", tensors, kind)
+        try:
+            return _rotate(rank, variants, turns)
+        finally:
+            _end_children()
+
+
+def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
+    found = _run(_peers_rank, place, size, 1 if quick else 9, quick)
+    shown = f"{size >> 20} MB"
+    for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
+        label = {"sync": "our synchronous save", "dcp.save": "dcp.save"}.get(name, f"dcp.async_save, {name}")
+        yield _row(f"save returns, {shown} / {label}", found, "ours", name)
+        yield _row("the same in CPU time of the training thread", found, "ours", name, 2)
+        yield _row(f"save durable, {shown} / {label}", found, "ours", name, 1)
+
+
+# -- training beside a save --------------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    """Steps of many small operations, in lockstep over the ranks: they need both the core and the interpreter's lock."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._model = torch.nn.Sequential(*(m for _ in range(24) for m in (torch.nn.Linear(256, 256), torch.nn.LayerNorm(256),
+                                                                            torch.nn.GELU())))
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._batch = torch.randn(32, 256)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
+
+    def until(self, done: Callable[[], bool]) -> tuple[int, float]:
+        """(steps, seconds) until ``done`` on every rank, as all of them see it after the same step."""
+        begun, steps = time.perf_counter(), 0
+        while True:
+            self.step()
+            steps += 1
+            ended = torch.tensor([float(done())])
+            dist.all_reduce(ended)
+            if int(ended) == WORLD:
+                return steps, time.perf_counter() - begun
+
+    def run(self, seconds: float) -> float:
+        """Seconds per step, over about ``seconds``."""
+        end = time.perf_counter() + seconds
+        steps, took = self.until(lambda: time.perf_counter() >= end)
+        return took / steps
+
+
+def _cpu_beside() -> float:
+    """CPU seconds so far of everything but this thread: the process's other threads, and its children."""
+    me = psutil.Process()
+    times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
+    return sum(t.user + t.system for t in times) - time.thread_time()
+
+
+def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
+    """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight, CPU seconds
+    that the save took beside the training thread)"""
+    tensors, trainer = _tensors(size), _Trainer()
+    alone = 0.2 if quick else 1.0
+    kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
+
+    def beside(saver: _Ours | _Dcp, **how: Any) -> Callable[[int], Times]:
+        def once(turn: int) -> Times:
+            before, cpu = trainer.run(alone), _cpu_beside()
+            stall, handle = saver.begin(**how)
+            steps, seconds = trainer.until(handle.done)
+            cpu = _cpu_beside() - cpu
+            saver.end()
+            free = (before + trainer.run(alone)) / 2
+            return seconds / steps, free, stall + seconds - steps * free, stall + seconds, cpu
+        return once
+
+    with ExitStack() as stack:
+        variants = {f"ours, {name}": beside(_Ours(stack, f"{place}/{name}", distckpt.Shards(tensors), writer=name),
+                                            background=True) for name in kinds}
+        for name, kind in kinds.items():
+            variants[f"dcp, {name}"] = beside(_Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
+        try:
+            return _rotate(rank, variants, turns)
+        finally:
+            _end_children()
+
+
+def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
+    found = _run(_slowdown_rank, place, size, 1 if quick else 9, quick)
+    for name in found:
+        yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", _column(found, name, 0), _column(found, name, 1),
+                  note=f"in flight {sorted(_column(found, name, 3))[len(found[name]) // 2]:.2f} s")
+    for ours in (n for n in found if n.startswith("ours")):
+        for theirs in (n for n in found if n.startswith("dcp")):
+            yield _row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, note="stall + slower steps")
+            yield _row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4)
