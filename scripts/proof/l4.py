@@ -170,9 +170,12 @@ class Run:
 
 
 def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool, export: str) -> Result:
-    """Rounds of all faults on fresh disks, and cuts after them, until the budget is spent. One boot is always made."""
-    total, number, longest = Result("l4"), 0, 0.0
-    while number == 0 or budget.left > longest:
+    """Rounds of all faults on fresh disks, and cuts after them, until the budget is spent. One boot is always made.
+
+    ``longest``: seconds of a boot with all faults (True) and of one that is cut (False), as far as they are known.
+    """
+    total, number, longest = Result("l4"), 0, {True: 0.0, False: 0.0}
+    while number == 0 or budget.left > longest[True]:
         seed = budget.seed + number
         runs = []
         for version in versions if seed % 2 == 0 else versions[::-1]:  # a budget for one boot is not always the same one
@@ -183,13 +186,14 @@ def rounds(budget: Budget, versions: tuple[str, ...], work: Path, verbose: bool,
         boots += [[Phase(CUT, 3)] if n % 3 < 2 else [Phase(CUT_START, 2)] for n in range(_CUTS)]
         spent = dict.fromkeys(versions, 0.0)
         for phases in boots:
+            whole = len(phases) > 1
             for run in runs:
-                if total.runs + sum(sum(r.saves.values()) for r in runs) and budget.left < longest:
+                if total.runs + sum(sum(r.saves.values()) for r in runs) and budget.left < longest[whole]:
                     continue
                 began = time.monotonic()
                 run.boot(phases)
                 spent[run.version] += time.monotonic() - began
-                longest = max(longest, time.monotonic() - began)
+                longest[whole] = max(longest[whole], time.monotonic() - began)
         for run in runs:
             if run.boots:
                 total.add(run.result(spent[run.version]))
