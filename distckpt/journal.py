@@ -51,7 +51,7 @@ def read(files: Files, layout: Layout) -> list[dict[str, Any]]:
         for line in files.read(layout.home("journal", name), 1 << 28).splitlines():
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 events.append(value)

@@ -57,7 +57,7 @@ def _results(args: argparse.Namespace, out: Output) -> Iterator[Result]:
     if target.is_checkpoint(wanted.path):
         if wanted.step is not None:
             raise target.UsageError(f"{wanted.path} is one checkpoint; a step (or @STEP) goes with a root")
-        yield _alone(os.path.abspath(wanted.path), args.digest, out)
+        yield _alone(REAL.real(wanted.path), args.digest, out)  # a link that the user names is meant; others are not followed
         return
     root = target.open_root(wanted.path, args.series)
     entries = [e for e in root.entries(args.series) if wanted.step in (None, e.step)]
