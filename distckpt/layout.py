@@ -22,6 +22,7 @@ _STEP = "{step}"
 _SERIES = re.compile(r"[A-Za-z0-9_]{1,64}")
 _PADDED = re.compile(r"\{step(?::0(\d+)d?)?\}")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _TAKEN = re.compile(r"taken-[a-z]+-\d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -123,6 +124,11 @@ def series_of(naming: Naming, name: str) -> tuple[str, int] | None:
         return None
     step = naming.step_of(head)
     return None if step is None else (series, step)
+
+
+def number_of(text: str) -> int | None:
+    """The generation that a name stands for, written as we write it; None for ``007``, ``²`` and all other names."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def is_taken(name: str) -> bool:

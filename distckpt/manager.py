@@ -114,7 +114,7 @@ class CheckpointManager:
         if self._owned is not None:
             self._committer = Committer(self._owned, self._group, self._lineage, fingerprint)
             self._group.rounds.on_stacks = self._journal_stacks
-            start.say_hello(self._owned, self._group, policy)
+            start.say_hello(self._owned, self._group, policy, digest)
             timing.watch(self._owned)
         self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None)
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,

@@ -63,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Marker:
-    """All of commit.json."""
+    """All of commit.json. ``signed``: it carried a signature when it was read; whether the right one, only a key tells."""
 
     head: Head
     world: int
@@ -78,6 +78,7 @@ class Marker:
     fingerprint: str | None = None
     retention: str | None = None
     host: str = ""
+    signed: bool = field(default=False, compare=False)
 
     @cached_property
     def size(self) -> int:
@@ -139,8 +140,6 @@ def build(marker: Marker, key: bytes | None = None) -> bytes:
         "files": [[f.path, f.size, f.digest, f.rank] for f in marker.files],
     })
     data = _START + first + _BODY + second
-    if len(_START + first) > HEAD_LIMIT - 64:
-        raise ConfigError(f"the checkpoint's name and run id are too long for the marker's head ({len(first)} bytes)")
     if key is not None:
         data += _MAC + _dumps(sign(key, data))
     data += _SEAL + _dumps("sha256:" + hashlib.sha256(data).hexdigest()) + b"}\n"
@@ -159,11 +158,6 @@ def _is_sealed(data: bytes) -> bool:
     """Whether ``data`` ends, to the last byte, with the seal of all that stands before it."""
     sealed, mark, tail = data.rpartition(_SEAL)
     return bool(mark) and tail == _dumps("sha256:" + hashlib.sha256(sealed).hexdigest()) + b"}\n"
-
-
-def is_signed(data: bytes) -> bool:
-    """Whether a marker carries a signature, right or wrong."""
-    return _MAC in data.rpartition(_SEAL)[0]
 
 
 def _signature_problem(data: bytes, key: bytes) -> str | None:
@@ -244,7 +238,7 @@ def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> M
             parent=_text_or_none(body.get("parent")), lineage=_lineage(body.get("lineage", [])),
             time=float(body.get("time", 0)), host=_text(body.get("host", "")), fingerprint=_text_or_none(body.get("fingerprint")),
             retention=_text_or_none(body.get("retention")), metrics=_metrics(body["metrics"]), meta=_object(body["meta"]),
-            payload=_object(body["payload"]))
+            payload=_object(body["payload"]), signed=_MAC in data.rpartition(_SEAL)[0])
     except _MALFORMED as error:
         raise _bad(f"its body is malformed ({type(error).__name__}: {error})", path) from error
 

@@ -31,7 +31,14 @@ class Candidates:
 def abandoned(files: Files, layout: Layout) -> Ranges:
     """The commits that explicit rollbacks left behind, as (after, up to) ranges of ``seq``."""
     value = (catalog.read_json(files, layout.rollback) or {}).get("abandoned", [])
-    return [(int(a), int(b)) for a, b in value] if isinstance(value, list) else []
+    try:
+        ranges = [(after, upto) for after, upto in value]
+    except (TypeError, ValueError):
+        ranges = [("", "")]
+    if not all(isinstance(number, int) for pair in ranges for number in pair):
+        raise MarkerError(f"{layout.rollback} is not readable: it is no list of ranges; a rollback may have left commits behind: "
+                          "restore it, or remove it and name the step to go on from", files={layout.rollback: "malformed"})
+    return ranges
 
 
 def abandon(ranges: Ranges, target: int, highest: int) -> Ranges:
@@ -71,8 +78,8 @@ def candidates(entries: Sequence[Entry], series: str, run: str | None, rejected:
         elif any(after < entry.head.seq <= upto for after, upto in ranges):
             found.skipped[entry.name] = "left behind by a rollback (name its step to use it)"
         elif 0 < entry.head.seq < newest.get(entry.name, 0):
-            found.skipped[entry.name] = (f"it is commit {entry.head.seq}, and the journal records commit {newest[entry.name]} under "
-                                         "this name: an older checkpoint was put back (name its step to use it)")
+            found.skipped[entry.name] = (f"it is commit {entry.head.seq}, and the journal records commit {newest[entry.name]} "
+                                         "under this name: an older checkpoint was put back (name its step to use it)")
         else:
             found.usable.append(entry)
     return found

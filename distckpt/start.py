@@ -10,6 +10,7 @@ from distckpt import human
 from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
+from distckpt.digest import SHA256
 from distckpt.durable import GONE, Files, unlink_if_there, write_new
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import Layout, Naming
@@ -127,7 +128,7 @@ def _key_report() -> Report:
         return {"key_problem": str(error)}
 
 
-def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
+def say_hello(owned: OwnedRoot, group: Group, policy: Policy, algorithm: str | None) -> None:
     """The lines at start: what root, whose, how many checkpoints, and for how many more there is room. Rank 0."""
     entries: list[Entry] = []
     room = ""
@@ -142,5 +143,8 @@ def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
         room += f" (for how many more checkpoints is unknown: {error})"
     log.info("root %s: run %s, generation %d, %d ranks (%s), %d checkpoints%s", owned.layout.root, owned.record.run,
              owned.generation, group.world, group.kind, len(entries), room)
+    if key() is not None and algorithm != SHA256:
+        log.warning("root %s: markers are signed, and digest=%r cannot tell files that were exchanged on purpose: use digest=%r",
+                    owned.layout.root, algorithm, SHA256)
     if isinstance(policy, KeepAll):
         log.info("root %s: no retention is set, so nothing is ever deleted", owned.layout.root)

@@ -74,9 +74,9 @@ def sharers(files: Files, root: str) -> str | None:
     except FileNotFoundError:
         return None
     if seen.mode & _OTHERS_WRITE and not seen.mode & _STICKY:
-        return f"every user may write in it (mode {seen.mode:04o}): 'chmod o-w' it, and set a umask where it was made so"
+        return f"every user may write in it (mode {seen.mode:04o}): 'chmod o-w' it, and mind the umask"
     if seen.owner not in (seen.me, 0):
-        return f"it belongs to uid {seen.owner}, and this process is uid {seen.me}: use a directory of your own in it, or 'chown' it"
+        return f"it belongs to uid {seen.owner}, and this process is uid {seen.me}: use a directory of your own in it, or chown it"
     return None
 
 

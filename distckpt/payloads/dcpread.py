@@ -36,7 +36,7 @@ def _format_by_name(owner: Any, name: Any) -> Any:
     """``getattr``, as Python 3.11 pickles a member of an enumeration by it, and for that one only."""
     if owner is not _FORMATS or name not in _FORMATS.__members__:
         raise pickle.UnpicklingError(f"it asks for an attribute {name!r} of {owner!r}")
-    return _FORMATS[name]
+    return _FORMATS.__members__[name]
 
 
 _PATH: Any = pathlib.PurePosixPath  # where it was saved, which nobody reads; the real class asks what system this is
