@@ -35,6 +35,7 @@ _START = b'{"head":'
 _BODY = b',\n"body":'
 _MAC = b',\n"mac":'
 _SEAL = b',\n"seal":'
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -115,6 +116,23 @@ def check_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _dumps(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
+
+
+def _load(data: bytes) -> Any:
+    """JSON as ``_dumps`` writes it, so that recovery can write again what it read; ValueError for the numbers and the halves of
+    characters that Python's reader takes beyond that."""
+    value = json.loads(data, parse_constant=_refuse, parse_float=_finite)
+    if _SURROGATES.search(data):
+        _dumps(value)
+    return value
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
 
 
 def _number_out(value: float) -> float | str:
@@ -220,7 +238,7 @@ def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> M
         parse_head(data, path)
         raise _bad("it ends before its seal (truncated)", path)
     try:
-        value = json.loads(data)
+        value = _load(data)
     except (ValueError, RecursionError) as error:
         raise _bad(f"it is not JSON ({error})", path) from error
     head = _head(value.get("head") if isinstance(value, dict) else None, path)
@@ -334,7 +352,7 @@ def glance(data: bytes, path: str = "commit.json", key: bytes | None = None) -> 
 def _glance(data: bytes, path: str, key: bytes | None) -> Glance | None:
     if len(data) >= SIZE_LIMIT or not _is_sealed(data) or key is not None and _signature_problem(data, key):
         return None
-    value = json.loads(data)
+    value = _load(data)
     body, rows = value["body"], value["body"]["files"]
     if len(rows) > FILES_LIMIT or len({row[0] for row in rows}) != len(rows):
         return None

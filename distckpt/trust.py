@@ -76,7 +76,7 @@ def sharers(files: Files, root: str) -> str | None:
     if seen.mode & _OTHERS_WRITE and not seen.mode & _STICKY:
         return f"every user may write in it (mode {seen.mode:04o}): 'chmod o-w' it, and mind the umask"
     if seen.owner not in (seen.me, 0):
-        return f"it belongs to uid {seen.owner}, and this process is uid {seen.me}: use a directory of your own in it, or chown it"
+        return f"it belongs to uid {seen.owner}, and this process is uid {seen.me}: use one of your own in it, or chown it"
     return None
 
 

@@ -110,10 +110,10 @@ def marker_values(data: bytes) -> None:
     cursor = Cursor(data)
     value: dict[str, Any] = json.loads(PLAIN)
     part = value["head"] if cursor.number(2) else value["body"]
-    name = sorted(part)[cursor.number(len(part))]
+    name, depth = sorted(part)[cursor.number(len(part))], cursor.number(3)
     target = part
-    while isinstance(target[name], (dict, list)) and target[name] and cursor.number(3):
-        target = target[name]
+    while depth and isinstance(target[name], (dict, list)) and target[name]:
+        target, depth = target[name], depth - 1
         keys: list[Any] = sorted(target) if isinstance(target, dict) else list(range(len(target)))
         name = keys[cursor.number(len(keys))]
     try:
@@ -271,8 +271,9 @@ TARGETS: dict[str, Target] = {f.__name__: f for f in (
     marker_bytes, marker_edited, marker_values, names, messages, rounds, listener, gatekeeper, records, directory, metadata)}
 SEEDS: dict[str, list[bytes]] = {
     "marker_bytes": [PLAIN, SIGNED, PLAIN.partition(b'{"head":')[2].rpartition(b',\n"seal":')[0]],
-    "marker_values": [b"\0\0\0\1" * 3 + text
-                      for text in (b"1e999", b"1" + b"0" * 400, b'"../x"', b"[[]]", b"{}", b"null", b"-1")],
+    "marker_values": [bytes([0, 0, 0, part, 0, 0, 0, index, 0, 0, 0, depth] + [0, 0, 0, 0] * depth) + text
+                      for part in (0, 1) for index in range(12) for depth in (0, 1)
+                      for text in (b"1" + b"0" * 400, b'"../x"', b"[[]]", b"{}", b"null", b"-1", b"1e999", b'"\\ud800"')],
     "names": [b"step-7", b"00000007", b"run-3-of-7", b"step-7-rolling", b"a/../b", b"{step}", "step-²".encode()],
     "messages": [json.dumps(to_wire(CoordinationError("x"))).encode(), b'{"kind":"save","data":{}}',
                  b'{"type":"SaveError","message":"m","fields":{"failures":{"0":{}}}}'],
