@@ -261,7 +261,7 @@ def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> M
         raise _bad(f"its body is malformed ({type(error).__name__}: {error})", path) from error
 
 
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # the last: an int that no float holds
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # the last: an int that no float holds
 
 
 def _whole(value: Any, limit: int = _NUMBER_LIMIT) -> int:
