@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from typing import Any
 
 from distckpt.durable import Files, unlink_if_there
@@ -53,3 +54,5 @@ class Status:
             self._files.rename(temporary, self._layout.home("status.json"))
         except OSError as error:
             log.warning("could not write %s: %s", self._layout.home("status.json"), error)
+            with suppress(OSError):  # on a full disk it would stay, empty, until the next note
+                unlink_if_there(self._files, temporary)

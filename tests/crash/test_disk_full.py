@@ -141,7 +141,7 @@ def _fills_up(rank: int, world: int, disk: str, kind: str) -> dict[str, Any]:
         back = _free(disk)
         if rank == 0:
             _intact(root, [1])
-            assert not unclean(REAL, Layout.at(root))
+            assert not unclean(REAL, Layout.at(root)), unclean(REAL, Layout.at(root))
         _empty(disk, rank)
         _Part(kind, BIG, rank, world).save(manager, 2)
         loaded = _Part(kind, BIG, rank, world)
@@ -214,7 +214,7 @@ def _one_rank_is_full(rank: int, world: int, root: str, number: int, op: str) ->
         _settled(manager)
         if rank == 0:
             _intact(root, [1])
-            assert not unclean(REAL, Layout.at(root))
+            assert not unclean(REAL, Layout.at(root)), unclean(REAL, Layout.at(root))
         dist.barrier()
         part.save(manager, 2)
         if rank == 0:
