@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distckpt import catalog, digest
+from distckpt import catalog, digest, trust
 from distckpt import marker as _marker
 from distckpt.durable import GONE, Files, fsync_tree_dirs, replace, walk
 from distckpt.errors import ConfigError, IntegrityError, MarkerError
@@ -154,19 +154,22 @@ def adopt(owned: OwnedRoot, candidate: Candidate, branch: str, metrics: Mapping[
     for relative, size in candidate.files:
         path = os.path.join(directory, relative)
         files.fsync(path)
-        seen, text = digest.of_file(files, path, between)
+        known = promised.get(relative)
+        algorithm = digest.algorithm_of(known) if known else digest.SHA256 if trust.key() is not None else digest.XXH3
+        seen, text = digest.of_file(files, path, between, algorithm)
         if seen != size:
             raise _no(candidate.name, f"{relative} changes: it had {size} bytes and now {seen}", "end what writes to it first")
-        if promised.get(relative) not in (None, text):
+        if known not in (None, text):
             raise IntegrityError(f"{candidate.name} cannot be adopted: {relative} has digest {text}, its former marker says "
-                                 f"{promised[relative]}; copy it again", files={relative: "differs from its former marker"})
+                                 f"{known}; copy it again", files={relative: "differs from its former marker"})
         digests[relative] = text
     fsync_tree_dirs(files, directory)
     runtime = owned.runtime
     made = build(candidate, digests, attempt=runtime.token(8), branch=branch, run=owned.record.run, generation=owned.generation,
                  time=runtime.time(), host=runtime.identity().host, metrics=metrics)
     # Its temporary lives in our generation's staging, so that a writer that was taken over cannot finish this (S5).
-    replace(files, os.path.join(directory, MARKER), _marker.build(made), owned.layout.staging(owned.generation, "adopt.tmp"))
+    replace(files, os.path.join(directory, MARKER), _marker.build(made, trust.key()),
+            owned.layout.staging(owned.generation, "adopt.tmp"))
     files.fsync_dir(owned.layout.root)
     owned.journal.event("adopted", name=candidate.name, step=candidate.step, attempt=made.head.attempt, bytes=made.size,
                         former=candidate.former.head.attempt if candidate.former is not None else None)

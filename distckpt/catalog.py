@@ -15,7 +15,8 @@ from typing import Any
 
 from distckpt import digest as _digest
 from distckpt import marker as _marker
-from distckpt.durable import GONE, Files, walk
+from distckpt import trust
+from distckpt.durable import GONE, Files, Opened, walk
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import HOME, MARKER, POINTER, Layout, Naming, series_of
 from distckpt.marker import FileEntry, Head, Marker
@@ -83,7 +84,7 @@ def read_record(files: Files, layout: Layout) -> RootRecord | None:
             raise MarkerError(f"{layout.record} has format {number}, newer than this version reads; upgrade distckpt",
                               files={layout.record: "newer format"})
         return RootRecord(str(run), Naming.parse(template), int(number))
-    except (ValueError, KeyError, TypeError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
         raise MarkerError(f"{layout.record} is not readable ({error}); restore it, or remove it and start the run with "
                           "run_id= and naming= given: they are then taken from the newest marker",
                           files={layout.record: str(error)}) from error
@@ -116,7 +117,7 @@ def look(files: Files, parent: str, name: str, kind: str, parsed: tuple[str, int
     if kind != "dir":
         return Entry(name, step, series, None, f"it is a {'symlink' if kind == 'link' else kind}, not a directory")
     try:
-        head = _marker.parse_head(files.read(os.path.join(path, MARKER), _marker.HEAD_LIMIT), f"{name}/{MARKER}")
+        head = _head(files, path, f"{name}/{MARKER}")
     except MarkerError as error:
         return Entry(name, step, series, None, next(iter(error.files.values())))
     except OSError as error:
@@ -134,6 +135,14 @@ def look(files: Files, parent: str, name: str, kind: str, parsed: tuple[str, int
     return Entry(name, step, series, head, identity_problem(head, name, parsed))
 
 
+def _head(files: Files, directory: str, label: str) -> Head:
+    """A head orders and never counts, so its first bytes do; where markers are signed, only the whole one can speak."""
+    secret, path = trust.key(), os.path.join(directory, MARKER)
+    if secret is None:
+        return _marker.parse_head(files.read(path, _marker.HEAD_LIMIT), label)
+    return _marker.parse(files.read(path, _marker.SIZE_LIMIT), label, secret).head
+
+
 def identity_problem(head: Head, name: str, parsed: tuple[str, int]) -> str | None:
     """A marker speaks for one exact name, step and series; a copy under another name is not that checkpoint (S24)."""
     if head.name != name:
@@ -144,17 +153,18 @@ def identity_problem(head: Head, name: str, parsed: tuple[str, int]) -> str | No
 
 
 def read_marker(files: Files, directory: str) -> Marker:
-    """The whole marker of ``directory``, sealed and checked; MarkerError or OSError."""
+    """The whole marker of ``directory``: sealed, checked, and signed where a key is set; MarkerError or OSError."""
     path = os.path.join(directory, MARKER)
-    return _marker.parse(files.read(path, _marker.SIZE_LIMIT), path)
+    return _marker.parse(files.read(path, _marker.SIZE_LIMIT), path, trust.key())
 
 
 def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = False,
                between: Callable[[int], None] | None = None) -> Problem | None:
-    """None when the file is there as the marker says: regular, of its size, and with ``digest`` of its bytes."""
-    path = os.path.join(directory, entry.path)
+    """None when the file is there as the marker says: regular, reached through no link (``directory`` is none either), of its
+    size, and with ``digest`` of its bytes."""
+    top, below = member_of(directory, entry)
     try:
-        seen = files.stat(path)
+        seen = files.look(top, below)
         if seen.kind != "file":
             return Problem(entry.path, f"is a {seen.kind}, not a regular file")
         if seen.size != entry.size:
@@ -162,15 +172,33 @@ def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = Fa
         if digest:
             if entry.digest is None:
                 return Problem(entry.path, "has no digest in the marker, so its bytes cannot be verified", certain=False)
-            size, text = _digest.of_file(files, path, between)
-            if (size, text) != (entry.size, entry.digest):
-                return Problem(entry.path, f"has digest {text}, the marker says {entry.digest}")
+            with files.member(top, below) as file:
+                return differs(file, entry, between)
     except OSError as error:
         if error.errno in GONE:
             return Problem(entry.path, "is missing")
         if error.errno == errno.ELOOP:
             return Problem(entry.path, "is reached through a symlink")
         return Problem(entry.path, f"cannot be read: {error.strerror or error}", certain=False)
+    return None
+
+
+def member_of(directory: str, entry: FileEntry) -> tuple[str, str]:
+    """(top, below) of a file for ``Files.look`` and ``Files.member``, by which ``directory`` itself may be no link either."""
+    top, name = os.path.split(directory)
+    return top, f"{name}/{entry.path}"
+
+
+def differs(file: Opened, entry: FileEntry, between: Callable[[int], None] | None = None) -> Problem | None:
+    """None when an open file holds the bytes that ``entry`` has the digest of."""
+    assert entry.digest is not None
+    algorithm = _digest.algorithm_of(entry.digest)
+    if algorithm not in (_digest.XXH3, _digest.SHA256):
+        return Problem(entry.path, f"has a digest by {algorithm!r}, which this version does not know; upgrade distckpt",
+                       certain=False)
+    size, text = _digest.of_open(file, between, algorithm, entry.size)
+    if (size, text) != (entry.size, entry.digest):
+        return Problem(entry.path, f"has digest {text}, the marker says {entry.digest}")
     return None
 
 
@@ -194,7 +222,7 @@ def read_json(files: Files, path: str) -> dict[str, Any] | None:
         if error.errno in GONE:
             return None
         raise
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import REAL, Files
+from distckpt.durable import REAL, Files, Opened
 from distckpt.errors import IntegrityError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
 from distckpt.marker import FileEntry, Marker
@@ -96,6 +96,10 @@ class Checkpoint:
 
         Local. ``rank`` asks for another rank's file, whatever the number of ranks now.
         """
+        return self.shared(self.name_of(name, rank))
+
+    def name_of(self, name: str, rank: int | None = None) -> str:
+        """The manifest's name of what this rank, or ``rank``, wrote as ``name``: see ``mine``. Local."""
         if rank is None:
             if self._rank is None:
                 raise MemberMissing(f"{self.name} was opened outside a group: say mine({name!r}, rank=...)",
@@ -105,12 +109,34 @@ class Checkpoint:
                                     f"{name!r} is per rank and does not reshard; load with {self.world} ranks, or use a "
                                     "payload that reshards (DCP)", step=self.step, saved=self.world, now=self._world_now)
             rank = self._rank
-        return os.path.join(self.path, self.entry(rank_name(name, rank, self.world)).path)
+        return rank_name(name, rank, self.world)
+
+    def open(self, path: str, digest: bool = True) -> Opened:
+        """The file ``path`` of the manifest, open for reading, after it was found to be what was committed; IntegrityError if
+        it is not: a regular file, reached through no link, of its size and, with ``digest`` (where the marker has one), of its
+        bytes. Local.
+
+        What is read is the file that was checked, whatever becomes of its name meanwhile. Use this, and not a path, for
+        everything that unpickles.
+        """
+        entry = self.entry(path)
+        self._refuse(entry, catalog.check_file(self._files, self.path, entry))
+        file = self._files.member(*catalog.member_of(self.path, entry))
+        try:
+            if digest and entry.digest is not None:
+                self._refuse(entry, catalog.differs(file, entry))
+                file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def check(self, path: str, digest: bool = True) -> None:
-        """Raise IntegrityError unless the file is what was committed, before anything unpickles it. Local."""
+        """Raise IntegrityError unless the file is what was committed. Local."""
         entry = self.entry(path)
-        problem = catalog.check_file(self._files, self.path, entry, digest=digest and entry.digest is not None)
+        self._refuse(entry, catalog.check_file(self._files, self.path, entry, digest=digest and entry.digest is not None))
+
+    def _refuse(self, entry: FileEntry, problem: catalog.Problem | None) -> None:
         if problem is not None:
             raise IntegrityError(f"{self.name}: {problem.path} (rank {entry.rank}'s) {problem.what}; resume falls back to "
                                  "an older checkpoint, 'distckpt verify --digest' shows all of it",

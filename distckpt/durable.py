@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import stat as _stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from distckpt import beneath
+from distckpt.beneath import CLOEXEC, DEPTH, DIRECTORY, LOOKING, NOFOLLOW, READING, kind_of, load_libc
+from distckpt.beneath import Item as Item
+
 T = TypeVar("T")
 PIECE = 2 << 20
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+Opened = io.BufferedReader | io.BytesIO
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE = 3
@@ -34,19 +38,20 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
-class Item:
-    """One directory entry; ``kind`` is "dir", "file", "link" or "other"."""
-
-    name: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class Stat:
     kind: str
     size: int
     inode: int
     device: int
+
+
+@dataclass(frozen=True)
+class Access:
+    """The owner and permissions of a directory, and who this process is."""
+
+    owner: int
+    me: int
+    mode: int
 
 
 class Output(Protocol):
@@ -59,22 +64,18 @@ class Output(Protocol):
     def close(self) -> None: ...
 
 
-def _kind(mode: int) -> str:
-    if _stat.S_ISDIR(mode):
-        return "dir"
-    if _stat.S_ISREG(mode):
-        return "file"
-    return "link" if _stat.S_ISLNK(mode) else "other"
+class Folder(AbstractContextManager["Folder"], Protocol):
+    """A directory that is held open: names in it are removed from this one, wherever its own name leads meanwhile."""
+
+    path: str
+
+    def scan(self) -> list[Item]: ...
+    def folder(self, name: str) -> Folder: ...
+    def unlink(self, name: str) -> None: ...
+    def rmdir(self, name: str) -> None: ...
 
 
-def _load_libc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
-
-
-_LIBC = _load_libc()
+_LIBC = load_libc()
 _SYNC_RANGE = getattr(_LIBC, "sync_file_range", None)
 _SYNC_RANGE_WAIT_BEFORE, _SYNC_RANGE_WRITE, _SYNC_RANGE_WAIT_AFTER = 1, 2, 4
 
@@ -130,6 +131,17 @@ def _by_name(look: Callable[[], T]) -> T:
     return look()
 
 
+def _stat_of(seen: os.stat_result) -> Stat:
+    return Stat(kind_of(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev)
+
+
+def _require_regular(fd: int, path: str) -> os.stat_result:
+    seen = os.fstat(fd)
+    if not _stat.S_ISREG(seen.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return seen
+
+
 class Files:
     """The file system as this library uses it. Paths are absolute strings."""
 
@@ -137,36 +149,59 @@ class Files:
 
     def scan(self, path: str) -> list[Item]:
         """The entries of a directory, asked afresh from the file system, sorted by name."""
-        return _by_name(lambda: self._scan(path))
-
-    def _scan(self, path: str) -> list[Item]:
-        found = []
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    kind = "link"
-                elif entry.is_dir(follow_symlinks=False):
-                    kind = "dir"
-                else:
-                    kind = "file" if entry.is_file(follow_symlinks=False) else "other"
-                found.append(Item(entry.name, kind))
-        found.sort(key=lambda item: item.name)
-        return found
+        return _by_name(lambda: beneath.scan(path))
 
     def stat(self, path: str) -> Stat:
         """About the entry itself; a symlink is not followed."""
-        seen = os.stat(path, follow_symlinks=False)
-        return Stat(_kind(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev)
+        return _stat_of(os.stat(path, follow_symlinks=False))
+
+    def look(self, top: str, below: str) -> Stat:
+        """About the entry ``below`` under the directory ``top``, without opening it. ELOOP when a directory on the way is a
+        link; the entry itself may be one."""
+        try:
+            with beneath.opened(top) as root:
+                fd = beneath.open_below(root, below, LOOKING)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.path.join(top, below)) from None
+        try:
+            return _stat_of(os.fstat(fd))
+        finally:
+            os.close(fd)
+
+    def member(self, top: str, below: str) -> Opened:
+        """The regular file ``below`` under the directory ``top``, open for reading. ELOOP when it, or a directory on the way,
+        is a link. What is checked on it and then read from it is one file, whatever becomes of its name."""
+        path = os.path.join(top, below)
+        try:
+            with beneath.opened(top) as root:
+                fd = beneath.open_below(root, below, READING)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+        try:
+            _require_regular(fd, path)
+            return os.fdopen(fd, "rb")
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def folder(self, top: str, below: str) -> Folder:
+        """The directory ``below`` under ``top``, held open to remove things from it. ELOOP when it, or one on the way, is a
+        link; EXDEV when something is mounted on the way."""
+        return beneath.open_folder(top, below)
+
+    def access(self, path: str) -> Access:
+        """Who may write in the directory at ``path``, links followed."""
+        seen = os.stat(path)
+        return Access(seen.st_uid, os.geteuid(), _stat.S_IMODE(seen.st_mode))
 
     def read(self, path: str, limit: int) -> bytes:
         """At most ``limit`` bytes from the start of a regular file."""
         return _by_name(lambda: self._read(path, limit))
 
     def _read(self, path: str, limit: int) -> bytes:
-        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, READING)
         try:
-            if not _stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
+            _require_regular(fd, path)
             parts = []
             while limit > 0:
                 part = os.read(fd, min(limit, PIECE))
@@ -180,11 +215,9 @@ class Files:
 
     def pieces(self, path: str) -> Iterator[memoryview]:
         """The bytes of a regular file, front to back, in pieces that are valid until the next one is asked for."""
-        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, READING)
         try:
-            seen = os.fstat(fd)
-            if not _stat.S_ISREG(seen.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
+            seen = _require_regular(fd, path)
             buffer = bytearray(max(min(PIECE, seen.st_size), 4096))
             view = memoryview(buffer)
             while count := os.readv(fd, [view]):
@@ -237,11 +270,11 @@ class Files:
 
     def open(self, path: str) -> Output:
         """A new file; one that exists already is an error (two writers of one name never share it)."""
-        return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, 0o666), path)
+        return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | CLOEXEC, 0o666), path)
 
     def overwrite(self, path: str, data: bytes) -> None:
         """Replace the bytes of a small status file in place: for counters that promise nothing after a crash."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | _NOFOLLOW | _CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | NOFOLLOW | CLOEXEC | _NONBLOCK, 0o666)
         try:
             os.pwrite(fd, data, 0)
         finally:
@@ -249,7 +282,7 @@ class Files:
 
     def append(self, path: str, data: bytes) -> None:
         """Add one record to a log that promises nothing after a crash."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NOFOLLOW | _CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW | CLOEXEC | _NONBLOCK, 0o666)
         try:
             os.write(fd, data)
         finally:
@@ -257,7 +290,7 @@ class Files:
 
     def fsync(self, path: str) -> None:
         """Make the bytes of a file durable that somebody else wrote."""
-        fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _CLOEXEC)
+        fd = os.open(path, READING)
         try:
             os.fsync(fd)
         finally:
@@ -265,7 +298,7 @@ class Files:
 
     def fsync_dir(self, path: str) -> None:
         """Make the entries of a directory durable."""
-        fd = os.open(path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | DIRECTORY | CLOEXEC)
         try:
             os.fsync(fd)
         finally:
@@ -408,6 +441,8 @@ def rmdir_if_there(files: Files, path: str) -> None:
 
 def walk(files: Files, top: str, below: str = "") -> Iterator[tuple[str, Item]]:
     """Every entry under ``top``, parents before children, as (path relative to ``top`` with ``/``, item)."""
+    if below.count("/") >= DEPTH:
+        raise OSError(errno.ELOOP, f"directories are nested more than {DEPTH} deep", os.path.join(top, below))
     for item in files.scan(os.path.join(top, below) if below else top):
         relative = f"{below}/{item.name}" if below else item.name
         yield relative, item
@@ -423,46 +458,8 @@ def fsync_tree_dirs(files: Files, top: str) -> None:
     files.fsync_dir(top)
 
 
-def remove_tree(files: Files, path: str) -> None:
-    """Remove a directory, links included and never followed. What vanished meanwhile is no error."""
-    try:
-        if files.stat(path).kind != "dir":
-            files.unlink(path)
-            return
-        for item in files.scan(path):
-            child = os.path.join(path, item.name)
-            if item.kind == "dir":
-                remove_tree(files, child)
-            else:
-                unlink_if_there(files, child)
-        files.rmdir(path)
-    except FileNotFoundError:
-        return
-
-
 def to_trash(files: Files, source: str, target: str) -> None:
     """Take ``source`` out of sight by one rename, durably on both sides, so that no unlink is durable before it (S21)."""
     move(files, source, target)
     files.fsync_dir(os.path.dirname(target))
     files.fsync_dir(os.path.dirname(source))
-
-
-def unlink_markers(files: Files, path: str, marker: str) -> None:
-    """Make sure that no marker speaks for what is about to go: ``path`` itself, or the directory inside it (S3)."""
-    places = [path] + [os.path.join(path, item.name) for item in files.scan(path) if item.kind == "dir"]
-    for place in places:
-        try:
-            files.unlink(os.path.join(place, marker))
-        except FileNotFoundError:
-            continue
-        files.fsync_dir(place)
-
-
-def discard(files: Files, path: str, marker: str) -> None:
-    """Delete something that stands in trash: the marker first, durably, then the rest (S3)."""
-    try:
-        if files.stat(path).kind == "dir":
-            unlink_markers(files, path, marker)
-    except FileNotFoundError:
-        return
-    remove_tree(files, path)

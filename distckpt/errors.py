@@ -256,12 +256,15 @@ def to_wire(error: DistckptError) -> Wire:
 
 
 def from_wire(wire: Mapping[str, Any]) -> DistckptError:
-    """The error that ``to_wire`` was given; an unknown type becomes the base class."""
-    cls = _all_classes(DistckptError).get(str(wire["type"]), DistckptError)
-    fields = {k: v for k, v in dict(wire.get("fields") or {}).items() if k in cls._fields}
-    for name in _RANK_KEYED:
-        if fields.get(name) is not None:
-            fields[name] = {int(r): v for r, v in fields[name].items()}
-    if fields.get("failures") is not None:
-        fields["failures"] = {r: RankFailure(**f) for r, f in fields["failures"].items()}
-    return cls(str(wire["message"]), **fields)
+    """The error that ``to_wire`` was given; an unknown type becomes the base class, what is no error a CoordinationError."""
+    try:
+        cls = _all_classes(DistckptError).get(str(wire["type"]), DistckptError)
+        fields = {k: v for k, v in dict(wire.get("fields") or {}).items() if k in cls._fields}
+        for name in _RANK_KEYED:
+            if fields.get(name) is not None:
+                fields[name] = {int(r): v for r, v in fields[name].items()}
+        if fields.get("failures") is not None:
+            fields["failures"] = {r: RankFailure(**f) for r, f in fields["failures"].items()}
+        return cls(str(wire["message"]), **fields)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        return CoordinationError(f"an error was told that cannot be read ({type(error).__name__}: {error}): {wire!r:.300}")

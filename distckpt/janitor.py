@@ -10,12 +10,13 @@ import logging
 import os
 from collections.abc import Callable
 
-from distckpt.durable import GONE, TAKEN, Files, discard, move
+from distckpt.durable import GONE, TAKEN, Files, move
 from distckpt.errors import MarkerError
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Watch
 from distckpt.marker import HEAD_LIMIT, Head, parse_head
 from distckpt.ownership import STILL
+from distckpt.removal import discard
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Janitor:
                 self._files.fsync_dir(self._layout.root)
                 self._files.fsync_dir(os.path.dirname(path))
                 return
-            discard(self._files, path, MARKER)
+            discard(self._files, self._layout.root, path, MARKER)
             if head is not None:
                 self._watch.forget(head.attempt)
         except OSError as error:

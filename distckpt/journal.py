@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from distckpt.durable import GONE, Files
-from distckpt.layout import Layout
+from distckpt.layout import Layout, number_of
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ def read(files: Files, layout: Layout) -> list[dict[str, Any]]:
             return []
         raise
     events = []
-    for name in sorted(names, key=lambda n: int(n[:-6]) if n[:-6].isdigit() else 0):
+    for name in sorted(names, key=lambda n: number_of(n[:-6]) or 0):
         for line in files.read(layout.home("journal", name), 1 << 28).splitlines():
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 events.append(value)

@@ -16,11 +16,13 @@ MARKER = "commit.json"
 HOME = ".distckpt"
 POINTER = "latest"
 MAIN = "main"
+PATH_DEPTH = 32
 
 _STEP = "{step}"
 _SERIES = re.compile(r"[A-Za-z0-9_]{1,64}")
 _PADDED = re.compile(r"\{step(?::0(\d+)d?)?\}")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _TAKEN = re.compile(r"taken-[a-z]+-\d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -124,6 +126,11 @@ def series_of(naming: Naming, name: str) -> tuple[str, int] | None:
     return None if step is None else (series, step)
 
 
+def number_of(text: str) -> int | None:
+    """The generation that a name stands for, written as we write it; None for ``007``, ``²`` and all other names."""
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
 def is_taken(name: str) -> bool:
     """Whether ``name`` is a directory that a takeover moved aside and has yet to empty."""
     return _TAKEN.fullmatch(name) is not None
@@ -199,6 +206,24 @@ def check_member_path(path: str) -> str:
     return path
 
 
+def check_run_id(run: str | None) -> str | None:
+    """``run`` if it can stand in a marker: 1 to 255 printable characters."""
+    if run is not None and (not isinstance(run, str) or run_problem(run)):
+        raise ConfigError(f"run_id {run!r} must be 1 to 255 printable characters")
+    return run
+
+
+def run_problem(run: str) -> str | None:
+    return None if 0 < len(run) <= 255 and run.isprintable() else "its run is not 1 to 255 printable characters"
+
+
+def name_problem(name: str, series: str) -> str | None:
+    """Why ``name`` and ``series`` cannot be a checkpoint's: it must be one plain component, for it is made a path of."""
+    if member_path_problem(name) or "/" in name:
+        return f"its name {name!r} is not one plain directory name"
+    return None if _SERIES.fullmatch(series) else f"its series is {series!r}"
+
+
 def member_path_problem(path: object) -> str | None:
     if not isinstance(path, str) or not path:
         return "it is empty or not text"
@@ -214,4 +239,9 @@ def member_path_problem(path: object) -> str | None:
         return "it has an empty, '.' or '..' component"
     if path == MARKER:
         return f"{MARKER} is the marker's own name"
+    parts = path.split("/")
+    if len(parts) > PATH_DEPTH:
+        return f"it is more than {PATH_DEPTH} directories deep"
+    if any(len(part) > 63 and len(part.encode()) > 255 for part in parts):
+        return "it has a component of more than 255 bytes"
     return None

@@ -61,9 +61,14 @@ def listing(files: Files, layout: Layout, attempt: str) -> list[Held]:
             value = {"reason": "unreadable lease", "ttl": None}
         ident = item.name[:-5]
         found.append(Held(ident, attempt, str(value.get("reason", "")), str(value.get("host", "")),
-                          None if value.get("ttl") is None else float(value["ttl"]),
+                          _ttl_of(value.get("ttl")),
                           _beat(files, layout.leases(attempt, f"{ident}.beat"))))
     return found
+
+
+def _ttl_of(value: Any) -> float | None:
+    """A ttl that cannot be read is none at all: what is held stays held until somebody unpins it."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e12 else None
 
 
 def _beat(files: Files, path: str) -> str:

@@ -19,7 +19,7 @@ from distckpt.coordination.rounds import Report
 from distckpt.digest import XXH3, check_algorithm
 from distckpt.errors import ConfigError, DistckptError
 from distckpt.launch.signals import DEFAULT, StopSignals
-from distckpt.layout import MAIN, Layout, Naming, check_series, check_step
+from distckpt.layout import MAIN, Layout, Naming, check_run_id, check_series, check_step
 from distckpt.options import Seams, Timeouts
 from distckpt.owned import OwnedRoot
 from distckpt.payloads.base import Ranks
@@ -60,9 +60,13 @@ class CheckpointManager:
     else ``step-{step}``). ``keep_last``, ``keep_every``, ``keep_best`` (by ``best_metric``, ``best_mode``), or
     ``retention=KeepLast(3) | KeepBest(2, "loss")``: what stays; nothing given: nothing is ever deleted. ``on_exists``: what a
     save of a committed step does: "error", "skip", "replace". ``fingerprint``: names the model or configuration; resume
-    refuses another's. ``digest``: "xxh3-128" or None. ``check_staging`` (or DISTCKPT_CHECK_STAGING=1): find tensors that change
-    while a background save copies them. ``writer="process"``: background saves of Shards and per-rank members are written by a
-    process of their own, off the interpreter lock; DCP's collectives stay on a thread of this one.
+    refuses another's. ``digest``: "xxh3-128", None, or "sha256", an eighth of the speed, which with signed markers
+    (``distckpt.trust``) is proof against exchanged files as well. ``allow_shared_root``: use a root that belongs to another
+    user, or in which every user may write and there is no sticky bit; without it that is a ConfigError, since what is loaded
+    from there may be somebody else's. A group that may write is taken as it is. ``check_staging`` (or
+    DISTCKPT_CHECK_STAGING=1): find tensors that change while a background save copies them. ``writer="process"``: background
+    saves of Shards and per-rank members are written by a process of their own, off the interpreter lock; DCP's collectives stay
+    on a thread of this one.
 
     Use it as a context manager; it must be closed by every rank.
     """
@@ -73,14 +77,15 @@ class CheckpointManager:
                  retention: Policy | None = None, save_every: int | None = None, save_every_minutes: float | None = None,
                  save_at_start: bool = False, on_exists: str = "error", in_flight: str = "wait",
                  on_failure: str | Tolerate = "raise", stop_signals: Iterable[str] = DEFAULT, grace: float | None = None,
-                 digest: str | None = XXH3, check_staging: bool | None = None, writer: str = "thread",
-                 timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
+                 digest: str | None = XXH3, allow_shared_root: bool = False, check_staging: bool | None = None,
+                 writer: str = "thread", timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
         self._seams = seams or Seams()
         self._timeouts = timeouts or Timeouts()
         self._on_exists = options.choice("on_exists", on_exists, options.ON_EXISTS)
         self._algorithm = check_algorithm(digest)
         self._layout = Layout.at(root)
+        check_run_id(run_id)
         asked = Naming.parse(naming) if naming is not None else None
         schedule, signals, tolerate = Schedule(save_every, save_at_start), StopSignals(stop_signals), tolerated(on_failure)
         options.choice("in_flight", in_flight, options.IN_FLIGHT)
@@ -93,10 +98,12 @@ class CheckpointManager:
         self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive, self._timeouts.progress)
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
                     "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
-                    "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate}
+                    "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate,
+                    "allow_shared_root": allow_shared_root}
         try:
             with self._group.rounds.call("start") as call:
-                self._start = start.Start(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id)
+                self._start = start.Start(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id,
+                                          allow_shared_root)
                 self._naming = self._start.open(call, compared, self._timeouts.arrive, self._timeouts.visible)
         except BaseException:
             self._group.abandon()
@@ -107,7 +114,7 @@ class CheckpointManager:
         if self._owned is not None:
             self._committer = Committer(self._owned, self._group, self._lineage, fingerprint)
             self._group.rounds.on_stacks = self._journal_stacks
-            start.say_hello(self._owned, self._group, policy)
+            start.say_hello(self._owned, self._group, policy, digest)
             timing.watch(self._owned)
         self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None, self._seams.runtime)
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,

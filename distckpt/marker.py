@@ -1,13 +1,15 @@
 """commit.json: build, seal, parse, check. Pure: no I/O.
 
 Three lines, one JSON object. The first line is the identity, so that ordering a thousand checkpoints reads a
-thousand heads; the second is everything else, the manifest of files included; the third is the SHA-256 of all bytes
-before it, so that a torn marker is no marker. No absolute path stands in it: a checkpoint may be moved or copied.
+thousand heads; the second is everything else, the manifest of files included; the last is the SHA-256 of all bytes
+before it, so that a torn marker is no marker. No absolute path stands in it: a checkpoint may be moved or copied. Where
+there is a key (see ``trust``), a line before the last is the HMAC of the first two.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import re
@@ -17,16 +19,23 @@ from functools import cached_property
 from typing import Any
 
 from distckpt.errors import ConfigError, MarkerError
-from distckpt.layout import ATTEMPT, MARKER, member_path_problem
+from distckpt.layout import ATTEMPT, MARKER, member_path_problem, name_problem, run_problem
+from distckpt.trust import KEY_VARIABLE, sign
 
 FORMAT = 1
 HEAD_LIMIT = 4096
 SIZE_LIMIT = 256 << 20
 LINEAGE_LIMIT = 512
+FILES_LIMIT = 1_000_000
+META_LIMIT = 16 << 20
+RANK_LIMIT = 1 << 20
+_NUMBER_LIMIT = 1 << 63
 
 _START = b'{"head":'
 _BODY = b',\n"body":'
+_MAC = b',\n"mac":'
 _SEAL = b',\n"seal":'
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -55,7 +64,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Marker:
-    """All of commit.json."""
+    """All of commit.json. ``signed``: it carried a signature when it was read; whether the right one, only a key tells."""
 
     head: Head
     world: int
@@ -70,6 +79,7 @@ class Marker:
     fingerprint: str | None = None
     retention: str | None = None
     host: str = ""
+    signed: bool = field(default=False, compare=False)
 
     @cached_property
     def size(self) -> int:
@@ -94,9 +104,12 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def check_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of ``meta`` as JSON gives it back."""
     try:
-        copy = json.loads(_dumps(dict(meta or {})))  # as the marker will write it: UTF-8, so no lone surrogates
-    except (TypeError, ValueError) as error:
+        text = _dumps(dict(meta or {}))  # as the marker will write it: UTF-8, so no lone surrogates
+        copy = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"meta must be a dict of JSON values: {error}") from error
+    if len(text) > META_LIMIT:
+        raise ConfigError(f"meta takes {len(text)} bytes, more than {META_LIMIT}: save it as a file of the checkpoint")
     assert isinstance(copy, dict)
     return copy
 
@@ -105,15 +118,35 @@ def _dumps(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8")
 
 
+def _load(data: bytes) -> Any:
+    """JSON as ``_dumps`` writes it, so that recovery can write again what it read; ValueError for the numbers and the halves of
+    characters that Python's reader takes beyond that."""
+    value = json.loads(data, parse_constant=_refuse, parse_float=_finite)
+    if _SURROGATES.search(data):
+        _dumps(value)
+    return value
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
+
+
 def _number_out(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def build(marker: Marker) -> bytes:
-    """The bytes of commit.json, sealed."""
+def build(marker: Marker, key: bytes | None = None) -> bytes:
+    """The bytes of commit.json, sealed, and signed with ``key``. ConfigError for what ``parse`` would not take back."""
     head = marker.head
+    problem = name_problem(head.name, head.series) or run_problem(head.run)
+    if problem or len(marker.files) > FILES_LIMIT:
+        raise ConfigError(f"{head.name} cannot be committed: {problem or f'it has more than {FILES_LIMIT} files'}")
     first = _dumps({"format": FORMAT, "seq": head.seq, "step": head.step, "attempt": head.attempt, "name": head.name,
                     "series": head.series, "run": head.run, "generation": head.generation})
     second = _dumps({
@@ -125,9 +158,12 @@ def build(marker: Marker) -> bytes:
         "files": [[f.path, f.size, f.digest, f.rank] for f in marker.files],
     })
     data = _START + first + _BODY + second
-    if len(_START + first) > HEAD_LIMIT - 64:
-        raise ConfigError(f"the checkpoint's name and run id are too long for the marker's head ({len(first)} bytes)")
-    return data + _SEAL + _dumps("sha256:" + hashlib.sha256(data).hexdigest()) + b"}\n"
+    if key is not None:
+        data += _MAC + _dumps(sign(key, data))
+    data += _SEAL + _dumps("sha256:" + hashlib.sha256(data).hexdigest()) + b"}\n"
+    if len(data) >= SIZE_LIMIT:
+        raise ConfigError(f"{head.name} cannot be committed: its marker takes {len(data)} bytes, more than {SIZE_LIMIT}")
+    return data
 
 
 def seal_of(data: bytes) -> str:
@@ -140,6 +176,17 @@ def _is_sealed(data: bytes) -> bool:
     """Whether ``data`` ends, to the last byte, with the seal of all that stands before it."""
     sealed, mark, tail = data.rpartition(_SEAL)
     return bool(mark) and tail == _dumps("sha256:" + hashlib.sha256(sealed).hexdigest()) + b"}\n"
+
+
+def _signature_problem(data: bytes, key: bytes) -> str | None:
+    """Why ``data``, which is sealed, does not come from who holds ``key``. The signature must be all that stands between the
+    body and the seal: a second body there would win over the signed one."""
+    signed, mark, tail = data.rpartition(_SEAL)[0].rpartition(_MAC)
+    if not mark:
+        return f"it is not signed, and {KEY_VARIABLE} is set: only signed ones count"
+    if not hmac.compare_digest(tail, _dumps(sign(key, signed))):
+        return f"its signature is not by the key of {KEY_VARIABLE} (forged, altered, or signed with another key)"
+    return None
 
 
 def _bad(why: str, path: str) -> MarkerError:
@@ -170,14 +217,19 @@ def _head(value: Any, path: str) -> Head:
                        ("series", str), ("run", str)):
         if not isinstance(value.get(name), kind) or isinstance(value[name], bool):
             raise _bad(f"its {name} is {value.get(name)!r}", path)
-    if value["seq"] < 0 or value["step"] < 0 or value["generation"] < 0 or not ATTEMPT.fullmatch(value["attempt"]):
-        raise _bad("its identity has a negative number or a malformed attempt", path)
+    numbers = value["seq"], value["step"], value["generation"]
+    if not all(0 <= number < _NUMBER_LIMIT for number in numbers) or not ATTEMPT.fullmatch(value["attempt"]):
+        raise _bad("its identity has a number out of range or a malformed attempt", path)
+    problem = name_problem(value["name"], value["series"]) or run_problem(value["run"])
+    if problem:
+        raise _bad(problem, path)
     return Head(value["seq"], value["step"], value["attempt"], value["name"], value["series"], value["run"],
                 value["generation"])
 
 
-def parse(data: bytes, path: str = "commit.json") -> Marker:
-    """The whole marker; MarkerError unless the seal, the format and every manifest entry are right."""
+def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> Marker:
+    """The whole marker; MarkerError unless the seal, the format and every manifest entry are right, and the signature where
+    there is a ``key``."""
     if len(data) >= SIZE_LIMIT:
         raise _bad(f"it is larger than {SIZE_LIMIT} bytes", path)
     if not data.startswith(_START):
@@ -186,36 +238,69 @@ def parse(data: bytes, path: str = "commit.json") -> Marker:
         parse_head(data, path)
         raise _bad("it ends before its seal (truncated)", path)
     try:
-        value = json.loads(data)
+        value = _load(data)
     except (ValueError, RecursionError) as error:
         raise _bad(f"it is not JSON ({error})", path) from error
     head = _head(value.get("head") if isinstance(value, dict) else None, path)
     if not _is_sealed(data):
         raise _bad("its seal does not match its bytes (torn or altered)", path)
+    problem = _signature_problem(data, key) if key is not None else None
+    if problem:
+        raise _bad(problem, path)
     body = value.get("body")
     if not isinstance(body, dict):
         raise _bad("it has no body", path)
     try:
         return Marker(
-            head=head, world=_whole(body["world"]), files=_files(body["files"], path), branch=str(body["branch"]),
-            parent=body.get("parent"), lineage=tuple((str(b), _whole(s)) for b, s in body.get("lineage", [])),
-            time=float(body.get("time", 0)), host=str(body.get("host", "")), fingerprint=body.get("fingerprint"),
-            retention=body.get("retention"),
-            metrics={str(k): _NOT_FINITE[v] if isinstance(v, str) else float(v) for k, v in body["metrics"].items()},
-            meta=dict(body["meta"]), payload=dict(body["payload"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            head=head, world=_whole(body["world"], RANK_LIMIT), files=_files(body["files"], path), branch=_text(body["branch"]),
+            parent=_text_or_none(body.get("parent")), lineage=_lineage(body.get("lineage", [])),
+            time=float(body.get("time", 0)), host=_text(body.get("host", "")), fingerprint=_text_or_none(body.get("fingerprint")),
+            retention=_text_or_none(body.get("retention")), metrics=_metrics(body["metrics"]), meta=_object(body["meta"]),
+            payload=_object(body["payload"]), signed=_MAC in data.rpartition(_SEAL)[0])
+    except _MALFORMED as error:
         raise _bad(f"its body is malformed ({type(error).__name__}: {error})", path) from error
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number")
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)  # the last: an int that no float holds
+
+
+def _whole(value: Any, limit: int = _NUMBER_LIMIT) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+        raise ValueError(f"{str(value)[:40]} is not a whole number below {limit}")
     return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is not text")
+    return value
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.80} is not an object")
+    return value
+
+
+def _lineage(pairs: Any) -> tuple[tuple[str, int], ...]:
+    if len(pairs) > LINEAGE_LIMIT:
+        raise ValueError(f"its lineage has {len(pairs)} ancestors, more than {LINEAGE_LIMIT}")
+    return tuple((_text(branch), _whole(last)) for branch, last in pairs)
+
+
+def _metrics(values: Any) -> dict[str, float]:
+    return {name: _NOT_FINITE[v] if isinstance(v, str) else float(v) for name, v in values.items()}
 
 
 def _files(rows: Any, path: str) -> tuple[FileEntry, ...]:
     entries = []
     seen = set()
+    if len(rows) > FILES_LIMIT:
+        raise _bad(f"its manifest has {len(rows)} files, more than {FILES_LIMIT}", path)
     for name, size, digest, rank in rows:
         problem = member_path_problem(name)
         if problem:
@@ -225,7 +310,7 @@ def _files(rows: Any, path: str) -> tuple[FileEntry, ...]:
         if digest is not None and not isinstance(digest, str):
             raise _bad(f"the digest of {name!r} is {digest!r}", path)
         seen.add(name)
-        entries.append(FileEntry(name, _whole(size), digest, _whole(rank)))
+        entries.append(FileEntry(name, _whole(size), digest, _whole(rank, RANK_LIMIT)))
     return tuple(entries)
 
 
@@ -249,37 +334,35 @@ class Glance:
 _HARMLESS = re.compile(r"(?:[\w=+,@ -][\w.=+,@ -]*/)*[\w=+,@ -][\w.=+,@ -]*", re.ASCII)
 
 
-def glance(data: bytes, path: str = "commit.json") -> Glance:
+def glance(data: bytes, path: str = "commit.json", key: bytes | None = None) -> Glance:
     """``parse`` for a listing: seven times as fast, for there is no object per file; MarkerError where it would raise.
 
     Whatever is not plainly right is left to ``parse``, so that both refuse the same markers for the same reasons.
     """
     try:
-        found = _glance(data, path)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found = _glance(data, path, key)
+    except (*_MALFORMED, RecursionError):
         found = None
     if found is not None:
         return found
-    whole = parse(data, path)
+    whole = parse(data, path, key)
     return Glance(whole.head, whole.world, len(whole.files), whole.size, whole.time, whole.metrics)
 
 
-def _glance(data: bytes, path: str) -> Glance | None:
-    if len(data) >= SIZE_LIMIT or not _is_sealed(data):
+def _glance(data: bytes, path: str, key: bytes | None) -> Glance | None:
+    if len(data) >= SIZE_LIMIT or not _is_sealed(data) or key is not None and _signature_problem(data, key):
         return None
-    value = json.loads(data)
+    value = _load(data)
     body, rows = value["body"], value["body"]["files"]
-    if len({row[0] for row in rows}) != len(rows):
+    if len(rows) > FILES_LIMIT or len({row[0] for row in rows}) != len(rows):
         return None
     for name, size, digest, rank in rows:
-        if not (type(size) is int and type(rank) is int and size >= 0 and rank >= 0
+        if not (type(size) is int and type(rank) is int and 0 <= size < _NUMBER_LIMIT and 0 <= rank < RANK_LIMIT
                 and (digest is None or type(digest) is str) and name != MARKER
-                and (len(name) < 1024 and _HARMLESS.fullmatch(name) or not member_path_problem(name))):
+                and (len(name) < 64 and _HARMLESS.fullmatch(name) or not member_path_problem(name))):
             return None
-    if not isinstance(body["meta"], dict) or not isinstance(body["payload"], dict) or "branch" not in body:
-        return None
-    for _, last in body["lineage"]:
-        _whole(last)
-    metrics = {name: _NOT_FINITE[v] if isinstance(v, str) else float(v) for name, v in body["metrics"].items()}
-    return Glance(_head(value["head"], path), _whole(body["world"]), len(rows), sum([row[1] for row in rows]),
-                  float(body["time"]), metrics)
+    for kept, part in ((_object, "meta"), (_object, "payload"), (_lineage, "lineage"), (_text, "branch"), (_text, "host"),
+                       (_text_or_none, "parent"), (_text_or_none, "fingerprint"), (_text_or_none, "retention")):
+        kept(body[part])
+    return Glance(_head(value["head"], path), _whole(body["world"], RANK_LIMIT), len(rows), sum([row[1] for row in rows]),
+                  float(body["time"]), _metrics(body["metrics"]))

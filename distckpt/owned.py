@@ -96,7 +96,7 @@ def infer_naming(files: Files, layout: Layout) -> Naming | None:
     for head in known_heads(files, layout):
         stem = head.name if head.series == "main" else head.name.removesuffix(f"-{head.series}")
         digits = [stem[i:j] for i in range(len(stem)) for j in range(i + 1, len(stem) + 1)
-                  if stem[i:j].isdigit() and int(stem[i:j]) == head.step
+                  if stem[i:j].isdecimal() and stem[i:j].isascii() and int(stem[i:j]) == head.step
                   and not stem[i - 1:i].isdigit() and not stem[j:j + 1].isdigit()]
         if digits:
             text = digits[-1]

@@ -14,11 +14,12 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from distckpt import catalog
 from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, move, unlink_if_there, write_new
 from distckpt.errors import RootInUse
-from distckpt.layout import Layout, is_taken
+from distckpt.layout import Layout, is_taken, number_of
 from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ def _numbers(files: Files, path: str, suffix: str = "") -> list[int]:
         if error.errno in GONE:
             return []
         raise
-    return sorted(int(n[:len(n) - len(suffix)]) for n in names
-                  if n.endswith(suffix) and n[:len(n) - len(suffix)].isdigit())
+    found = (number_of(name.removesuffix(suffix)) for name in names if name.endswith(suffix))
+    return sorted(number for number in found if number is not None)
 
 
 def highest(files: Files, layout: Layout, in_markers: int = 0) -> int:
@@ -76,14 +77,14 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
     if generation == 0 or released(files, layout, generation):
         return None
     value = catalog.read_json(files, layout.owner(generation))
-    owner = Identity.from_json(value["identity"]) if value and isinstance(value.get("identity"), dict) else None
+    owner = Identity.of_record((value or {}).get("identity"))
     if owner is not None:
         mine = runtime.identity()
         alive = runtime.alive(owner)
         if alive is False or (owner.job is not None and owner.job == mine.job and owner.restart < mine.restart):
             return None
         if alive:
-            return _in_use(layout, owner, generation, runtime.time() - float(value["time"] if value else 0))
+            return _in_use(layout, owner, generation, _age(value, runtime))
     elif value is None and generation not in _numbers(files, layout.home("owner"), ".json"):
         return None  # a generation known from staging, trash or markers only: nobody claims to live
     first, began = _beat_of(files, layout, generation), runtime.monotonic()
@@ -92,8 +93,14 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
                 f"{STILL - waited:.0f} s more to see whether it still beats")
         runtime.sleep(2.0)
         if _beat_of(files, layout, generation) != first:
-            return _in_use(layout, owner, generation, runtime.time() - float(value["time"] if value else 0))
+            return _in_use(layout, owner, generation, _age(value, runtime))
     return None
+
+
+def _age(value: dict[str, Any] | None, runtime: Runtime) -> float:
+    """Seconds since a record was written, by two clocks, for people; 0 when it does not say."""
+    since = (value or {}).get("time")
+    return runtime.time() - since if isinstance(since, (int, float)) and abs(since) < 1e12 else 0.0
 
 
 def _in_use(layout: Layout, owner: Identity | None, generation: int, age: float) -> RootInUse:
@@ -110,7 +117,7 @@ def owner_now(files: Files, layout: Layout, runtime: Runtime) -> tuple[Identity 
     """(who claimed the root last, whether they live), without waiting: None where this kernel cannot tell."""
     top = highest(files, layout)
     value = catalog.read_json(files, layout.owner(top)) if top else None
-    owner = Identity.from_json(value["identity"]) if value and isinstance(value.get("identity"), dict) else None
+    owner = Identity.of_record((value or {}).get("identity"))
     if top == 0 or released(files, layout, top):
         return owner, False
     return owner, runtime.alive(owner) if owner is not None else None
@@ -205,8 +212,7 @@ def _overtaken(files: Files, layout: Layout, runtime: Runtime, generation: int) 
     if top <= generation:
         return None
     value = catalog.read_json(files, layout.owner(top)) or {}
-    owner = Identity.from_json(value["identity"]) if isinstance(value.get("identity"), dict) else None
-    return _in_use(layout, owner, top, runtime.time() - float(value.get("time", 0)))
+    return _in_use(layout, Identity.of_record(value.get("identity")), top, _age(value, runtime))
 
 
 def _overtaken_for_sure(files: Files, layout: Layout, runtime: Runtime, generation: int) -> RootInUse | None:
@@ -280,8 +286,8 @@ def _empty(files: Files, aside: str, into: str) -> None:
 
 def _prune_records(files: Files, layout: Layout, generation: int) -> None:
     for item in files.scan(layout.home("owner")):
-        number = item.name.partition(".")[0]
+        number = number_of(item.name.partition(".")[0])
         # a temporary of our own number may belong to a taker that is about to learn that it came second
         oldest = generation if item.name.endswith(".tmp") else generation - _KEEP_RECORDS
-        if number.isdigit() and int(number) < oldest:
+        if number is not None and number < oldest:
             unlink_if_there(files, layout.home("owner", item.name))

@@ -5,11 +5,12 @@ What is returned passed the same gate as resume. A checkpoint that must not be r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from distckpt import catalog, leases, selection
+from distckpt import catalog, leases, selection, trust
 from distckpt.catalog import Entry, Problem, RootRecord
 from distckpt.checkpoint import Checkpoint
 from distckpt.durable import GONE, REAL, Files
@@ -19,6 +20,7 @@ from distckpt.owned import infer_naming
 from distckpt.runtime import SYSTEM, Runtime
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _TRIES = 10
 
 
@@ -61,7 +63,8 @@ class Root:
     def candidates(self, series: str = MAIN) -> selection.Candidates:
         return selection.candidates(self.entries(series), series, self.record.run if self.record else None,
                                     catalog.rejections(self.files, self.layout),
-                                    selection.abandoned(self.files, self.layout))
+                                    selection.abandoned(self.files, self.layout),
+                                    selection.recorded(self.files, self.layout))
 
     def latest(self, series: str = MAIN) -> Checkpoint | None:
         """The checkpoint a run would resume from; None when there never was one, NoUsableCheckpoint when none is good."""
@@ -164,5 +167,17 @@ class Root:
 
 
 def open_root(path: str | os.PathLike[str]) -> Root:
-    """The root at ``path``, to look into. Local; any process; claims nothing; imports no torch."""
-    return Root(path)
+    """The root at ``path``, to look into. Local; any process; claims nothing; imports no torch.
+
+    A root that others than this user may put checkpoints into is opened all the same, with a warning: reading JSON harms
+    nobody, and what is loaded from there is the caller's to trust.
+    """
+    return warned(Root(path))
+
+
+def warned(root: Root) -> Root:
+    """``root``, after a warning where others may put checkpoints into it."""
+    problem = trust.sharers(root.files, root.layout.root)
+    if problem is not None:
+        log.warning("root %s is shared: %s. Load from it only if you trust all who can write there", root.layout.root, problem)
+    return root

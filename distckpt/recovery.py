@@ -11,14 +11,13 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from distckpt import catalog
+from distckpt import catalog, trust
 from distckpt import marker as _marker
 from distckpt.catalog import Problem
 from distckpt.durable import (
     GONE,
     TAKEN,
     Files,
-    discard,
     fsync_tree_dirs,
     is_listed,
     move,
@@ -29,6 +28,7 @@ from distckpt.durable import (
 from distckpt.errors import MarkerError
 from distckpt.layout import ATTEMPT, MARKER, Layout, Naming, series_of
 from distckpt.marker import Marker
+from distckpt.removal import discard
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def settle(files: Files, directory: str, found: Marker) -> None:
     """
     for entry in found.files:
         files.fsync(os.path.join(directory, entry.path))
-    replace(files, os.path.join(directory, MARKER), _marker.build(found), os.path.join(directory, MARKER + ".again"))
+    replace(files, os.path.join(directory, MARKER), _marker.build(found, trust.key()), os.path.join(directory, MARKER + ".again"))
     fsync_tree_dirs(files, directory)
 
 
@@ -181,7 +181,7 @@ def _sweep(files: Files, layout: Layout, generation: int, name: str, report: Rep
     target = layout.trash(generation, name)
     if os.path.basename(name) in [item.name for item in files.scan(layout.trash(generation))]:
         target += ".again"
-        discard(files, target, MARKER)
+        discard(files, layout.root, target, MARKER)
     to_trash(files, layout.staging(generation, name), target)
     report.swept.append(name)
 

@@ -16,7 +16,7 @@ from distckpt.options import Seams, Timeouts
 from distckpt.owned import OwnedRoot
 from distckpt.payloads import base
 from distckpt.payloads.base import Payload, Ranks, as_payload
-from distckpt.reader import Root
+from distckpt.reader import Root, warned
 from distckpt.resume import Resumed, Wish
 from distckpt.saving.lineage import Lineage
 
@@ -74,7 +74,7 @@ class Restorer:
             if self._owned is not None and source is None:
                 chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish)
             elif self._owned is not None:
-                other = Root(layout.root, files, self._seams.runtime)
+                other = warned(Root(layout.root, files, self._seams.runtime))
                 chooser = resume.Chooser(files, layout, other.naming, None, None, self._lineage, wish)
         except DistckptError as error:
             call.refuse(error, self._timeouts.arrive)

@@ -116,7 +116,8 @@ class Chooser:
             self._owned.foreign(self._entries)
             rejected = {**rejected, **self._owned.in_doubt}
         ranges = selection.abandoned(self._files, self._layout)
-        self._found = selection.candidates(self._entries, wish.series, self._run, rejected, ranges)
+        self._found = selection.candidates(self._entries, wish.series, self._run, rejected, ranges,
+                                           selection.recorded(self._files, self._layout))
         self._queue = list(self._found.usable)
         if self._found.legacy:
             names = self._found.legacy
@@ -145,7 +146,7 @@ class Chooser:
             self._now = entry, catalog.read_marker(self._files, self._layout.final(entry.name))
         except MarkerError as error:
             return next(iter(error.files.values()))
-        return None
+        return catalog.identity_problem(self._now[1].head, entry.name, (entry.series, entry.step))
 
     def _check_fingerprint(self, found: Marker) -> None:
         mine = self._wish.fingerprint
@@ -288,7 +289,7 @@ def agree(call: Call, group: Group, chooser: Chooser | None, looker: Looker, wis
         answer = call.round(seen, chooser.judge if chooser else _never, progress, progress=True)
         if answer.get("accepted"):
             assert found is not None
-            checkpoint = Checkpoint(f"{root}/{found.head.name}", found, rank=group.rank, world=group.world, files=files)
+            checkpoint = Checkpoint(f"{root}/{verdict['try']}", found, rank=group.rank, world=group.world, files=files)
             return Resumed(checkpoint, answer["skipped"])
 
 

@@ -56,6 +56,16 @@ class Identity:
         known = {k: value[k] for k in cls.__dataclass_fields__ if k in value}
         return cls(**known)
 
+    @classmethod
+    def of_record(cls, value: Any) -> Identity | None:
+        """The identity in a file that somebody else may have written; None when it is none."""
+        if not isinstance(value, dict) or not isinstance(value.get("job"), (str, type(None))):
+            return None
+        texts, numbers = ("host", "boot", "pidns", "started"), (value.get("pid"), value.get("restart", 0))
+        if not all(isinstance(value.get(k), str) for k in texts) or not all(isinstance(n, int) for n in numbers):
+            return None
+        return cls.from_json(value)
+
 
 class Runtime(Protocol):
     """What the library takes from the machine besides files and the store."""

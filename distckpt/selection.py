@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distckpt import catalog, journal
+from distckpt import catalog, journal, trust
 from distckpt.catalog import Entry
 from distckpt.durable import GONE, Files
 from distckpt.errors import MarkerError
@@ -31,7 +31,14 @@ class Candidates:
 def abandoned(files: Files, layout: Layout) -> Ranges:
     """The commits that explicit rollbacks left behind, as (after, up to) ranges of ``seq``."""
     value = (catalog.read_json(files, layout.rollback) or {}).get("abandoned", [])
-    return [(int(a), int(b)) for a, b in value] if isinstance(value, list) else []
+    try:
+        ranges = [(after, upto) for after, upto in value]
+    except (TypeError, ValueError):
+        ranges = [("", "")]
+    if not all(isinstance(number, int) for pair in ranges for number in pair):
+        raise MarkerError(f"{layout.rollback} is not readable: it is no list of ranges; a rollback may have left commits behind: "
+                          "restore it, or remove it and name the step to go on from", files={layout.rollback: "malformed"})
+    return ranges
 
 
 def abandon(ranges: Ranges, target: int, highest: int) -> Ranges:
@@ -40,10 +47,21 @@ def abandon(ranges: Ranges, target: int, highest: int) -> Ranges:
     return [*kept, (target, highest)] if highest > target else kept
 
 
+def recorded(files: Files, layout: Layout) -> dict[str, int]:
+    """The newest commit that the journal records under each name, where markers are signed (see ``trust``): an older one that
+    stands there was put back by somebody. A hint: the journal itself is not signed."""
+    found: dict[str, int] = {}
+    for event in journal.read(files, layout) if trust.key() is not None else ():
+        name, seq = event.get("name"), event.get("seq")
+        if event.get("event") == "committed" and isinstance(name, str) and isinstance(seq, int):
+            found[name] = max(seq, found.get(name, 0))
+    return found
+
+
 def candidates(entries: Sequence[Entry], series: str, run: str | None, rejected: Mapping[str, str],
-               ranges: Ranges) -> Candidates:
-    """Sort ``entries`` (newest commit first) into what resume may try and what it passes over."""
-    found = Candidates()
+               ranges: Ranges, newest: Mapping[str, int] | None = None) -> Candidates:
+    """Sort ``entries`` (newest commit first) into what resume may try and what it passes over. ``newest``: see ``recorded``."""
+    found, newest = Candidates(), newest or {}
     for entry in entries:
         if entry.series != series:
             continue
@@ -59,6 +77,9 @@ def candidates(entries: Sequence[Entry], series: str, run: str | None, rejected:
             found.skipped[entry.name] = f"rejected: {rejected[entry.head.attempt]} ('distckpt verify --digest' clears it)"
         elif any(after < entry.head.seq <= upto for after, upto in ranges):
             found.skipped[entry.name] = "left behind by a rollback (name its step to use it)"
+        elif 0 < entry.head.seq < newest.get(entry.name, 0):
+            found.skipped[entry.name] = (f"it is commit {entry.head.seq}, and the journal records commit {newest[entry.name]} "
+                                         "under this name: an older checkpoint was put back (name its step to use it)")
         else:
             found.usable.append(entry)
     return found

@@ -10,12 +10,15 @@ from distckpt import human
 from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
-from distckpt.durable import GONE, Files, make_dir, move, remove_tree, rmdir_if_there, unlink_if_there, write_new
+from distckpt.digest import SHA256
+from distckpt.durable import GONE, Files, make_dir, move, rmdir_if_there, unlink_if_there, write_new
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import Layout, Naming
 from distckpt.owned import OwnedRoot
+from distckpt.removal import remove_tree
 from distckpt.retention import KeepAll, Policy
 from distckpt.runtime import Runtime
+from distckpt.trust import KEY_VARIABLE, key, key_id, refuse_shared
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +27,16 @@ class Start:
     """Two rounds: rank 0 opens the root; every rank finds rank 0's nonce there and tries what a save will need."""
 
     def __init__(self, files: Files, runtime: Runtime, layout: Layout, group: Group, naming: Naming | None,
-                 run_id: str | None) -> None:
+                 run_id: str | None, allow_shared: bool = False) -> None:
         self._files, self._runtime, self._layout, self._group = files, runtime, layout, group
-        self._naming, self._run_id = naming, run_id
+        self._naming, self._run_id, self._allow_shared = naming, run_id, allow_shared
         self._probe = ""
         self.owned: OwnedRoot | None = None
 
     def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
         """The root's naming; the same errors on every rank. Rank 0 owns the root when this returns."""
         try:
-            verdict = call.round({"root": self._layout.root, "options": options}, self._open, arrive)
+            verdict = call.round({"root": self._layout.root, "options": options, **_key_report()}, self._open, arrive)
             self._probe = self._layout.staging(verdict["generation"], verdict["probe"])
             problem = self._try_storage(verdict["probe"], verdict["nonce"], visible)
             call.round({"problem": problem}, self._judge, arrive)
@@ -46,10 +49,16 @@ class Start:
 
     def _open(self, reports: dict[int, Report]) -> Report:
         require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
+        for rank, report in sorted(reports.items()):
+            if "key_problem" in report:
+                raise ConfigError(f"rank {rank} on {self._group.hosts[rank]}: {report['key_problem']}")
+        require_same(reports, {"key": f"the key of {KEY_VARIABLE}"}, "start")
         try:
+            self._refuse_shared()
             owned = OwnedRoot.open(self._files, self._layout, self._runtime, self._naming, self._run_id,
                                    self._group.pulse.phase)
             self.owned = owned
+            self._refuse_shared()  # it may have been made just now, with a umask that lets everybody in
             name, nonce = f"probe-{self._runtime.token(4)}", self._runtime.token(8)
             probe = self._layout.staging(owned.generation, name)
             make_dir(self._files, probe)
@@ -59,6 +68,10 @@ class Start:
             raise ConfigError(f"root {self._layout.root} cannot be used by rank 0 ({self._group.identity.host}): {error}; choose "
                               "another root, or fix its permissions or its file system") from error
         return {"generation": owned.generation, "probe": name, "nonce": nonce, "naming": owned.naming.template}
+
+    def _refuse_shared(self) -> None:
+        if not self._allow_shared:
+            refuse_shared(self._files, self._layout.root)
 
     def _try_storage(self, name: str, nonce: str, visible: float) -> str | None:
         """What is wrong with the root as this rank sees it; None when nothing is.
@@ -95,7 +108,7 @@ class Start:
     def _judge(self, reports: dict[int, Report]) -> Report:
         problems = {rank: str(report["problem"]) for rank, report in reports.items() if report.get("problem")}
         try:
-            remove_tree(self._files, self._probe)
+            remove_tree(self._files, self._layout.root, self._probe)
         except OSError as error:
             problems.setdefault(0, f"cannot remove a directory there: {error}")
         if problems:
@@ -107,7 +120,15 @@ class Start:
         return {}
 
 
-def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
+def _key_report() -> Report:
+    """Which key this rank has, or why it has none: an error of one rank alone would strand the others."""
+    try:
+        return {"key": key_id(key())}
+    except ConfigError as error:
+        return {"key_problem": str(error)}
+
+
+def say_hello(owned: OwnedRoot, group: Group, policy: Policy, algorithm: str | None) -> None:
     """The lines at start: what root, whose, how many checkpoints, and for how many more there is room. Rank 0."""
     entries: list[Entry] = []
     room = ""
@@ -122,5 +143,8 @@ def say_hello(owned: OwnedRoot, group: Group, policy: Policy) -> None:
         room += f" (for how many more checkpoints is unknown: {error})"
     log.info("root %s: run %s, generation %d, %d ranks (%s), %d checkpoints%s", owned.layout.root, owned.record.run,
              owned.generation, group.world, group.kind, len(entries), room)
+    if key() is not None and algorithm != SHA256:
+        log.warning("root %s: markers are signed, and digest=%r cannot tell files that were exchanged on purpose: use digest=%r",
+                    owned.layout.root, algorithm, SHA256)
     if isinstance(policy, KeepAll):
         log.info("root %s: no retention is set, so nothing is ever deleted", owned.layout.root)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distckpt import catalog, ownership, recovery
 from distckpt.durable import GONE, Files, Item, walk
 from distckpt.errors import MarkerError
-from distckpt.layout import ATTEMPT, MARKER, is_taken, series_of
+from distckpt.layout import ATTEMPT, MARKER, is_taken, number_of, series_of
 from distckpt.marker import Marker
 from distckpt.reader import Root
 from distckpt.runtime import Identity
@@ -41,7 +41,7 @@ def _numbered(root: Root, kind: str) -> Iterator[tuple[int, str]]:
         parent, top = pending.pop()
         for item in _scan(root.files, parent):
             number = item.name if top else item.name.rpartition("-")[2]
-            if item.kind == "dir" and (item.name.isdigit() if top else is_taken(item.name)):
+            if item.kind == "dir" and (number_of(item.name) is not None if top else is_taken(item.name)):
                 yield int(number), os.path.join(parent, item.name)
                 pending.append((os.path.join(parent, item.name), False))
 
@@ -69,9 +69,10 @@ def writer_lives(root: Root) -> tuple[int, bool | None]:
     if top == 0 or ownership.released(root.files, root.layout, top):
         return top, False
     value = catalog.read_json(root.files, root.layout.owner(top))
-    if value is None or not isinstance(value.get("identity"), dict):
+    owner = Identity.of_record((value or {}).get("identity"))
+    if owner is None:
         return top, False if value is None else None
-    return top, root.runtime.alive(Identity.from_json(value["identity"]))
+    return top, root.runtime.alive(owner)
 
 
 def leftovers(root: Root) -> list[Leftover]:

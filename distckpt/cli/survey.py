@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from distckpt import catalog, leases, marker, selection
+from distckpt import catalog, leases, marker, selection, trust
 from distckpt.catalog import Entry
 from distckpt.durable import GONE
 from distckpt.errors import MarkerError
@@ -39,12 +39,12 @@ def survey(root: Root, series: str | None = None) -> list[Row]:
     """Every checkpoint-named entry, newest commit first, with its marker read whole and what is known about it."""
     entries = root.entries(series)
     rejected = catalog.rejections(root.files, root.layout)
-    ranges = selection.abandoned(root.files, root.layout)
+    ranges, newest = selection.abandoned(root.files, root.layout), selection.recorded(root.files, root.layout)
     run = root.record.run if root.record else None
     leased = set(leases.leased_attempts(root.files, root.layout))
     usable: dict[str, list[str]] = {}
     for name in {e.series for e in entries}:
-        usable[name] = [e.name for e in selection.candidates(entries, name, run, rejected, ranges).usable]
+        usable[name] = [e.name for e in selection.candidates(entries, name, run, rejected, ranges, newest).usable]
     rows = []
     crowned = set()
     for entry in entries:
@@ -57,7 +57,8 @@ def survey(root: Root, series: str | None = None) -> list[Row]:
         elif entry.head.attempt in rejected:
             row.states = [("rejected", rejected[entry.head.attempt])]
         elif entry.name not in usable[entry.series]:
-            row.states = [("rolled back", "")]
+            put_back = 0 < entry.head.seq < newest.get(entry.name, 0)
+            row.states = [("superseded", "an older checkpoint was put back") if put_back else ("rolled back", "")]
         elif entry.series not in crowned:
             crowned.add(entry.series)
             row.states = [(NEWEST, "")]
@@ -96,7 +97,7 @@ def _row(root: Root, entry: Entry) -> Row:
         return Row(entry, None, [("not a checkpoint", entry.problem)])
     path = os.path.join(root.layout.final(entry.name), MARKER)
     try:
-        seen = marker.glance(root.files.read(path, marker.SIZE_LIMIT), path)
+        seen = marker.glance(root.files.read(path, marker.SIZE_LIMIT), path, trust.key())
     except MarkerError as error:
         return Row(entry, None, [("damaged", next(iter(error.files.values())))])
     except OSError as error:

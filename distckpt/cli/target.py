@@ -10,7 +10,7 @@ from distckpt.catalog import Entry
 from distckpt.durable import GONE, REAL
 from distckpt.errors import ConfigError, StepNotFound
 from distckpt.layout import HOME, MAIN, MARKER, check_series
-from distckpt.reader import Root
+from distckpt.reader import Root, warned
 
 
 class UsageError(Exception):
@@ -54,7 +54,7 @@ def open_root(path: str, series: str | None = None) -> Root:
         check_series(series)
     if is_checkpoint(path):
         raise ConfigError(f"{path} is a checkpoint, not a root: it holds a {MARKER}; its root is the directory above it")
-    root = Root(path)
+    root = warned(Root(path))
     if not root.files.is_dir(root.layout.home()) and not root.entries():
         raise ConfigError(f"{root.layout.root} is not a checkpoint root: it has no {HOME}, and nothing in it is named like "
                           f"{root.naming.template!r}; check the path, or 'distckpt adopt --naming' takes in directories "

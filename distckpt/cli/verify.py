@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from distckpt import catalog, human
+from distckpt import catalog, human, trust
 from distckpt.catalog import Entry
 from distckpt.cli import exits, output, survey, target
 from distckpt.cli.output import Output
@@ -57,7 +57,7 @@ def _results(args: argparse.Namespace, out: Output) -> Iterator[Result]:
     if target.is_checkpoint(wanted.path):
         if wanted.step is not None:
             raise target.UsageError(f"{wanted.path} is one checkpoint; a step (or @STEP) goes with a root")
-        yield _alone(os.path.abspath(wanted.path), args.digest, out)
+        yield _alone(REAL.real(wanted.path), args.digest, out)  # a link that the user names is meant; others are not followed
         return
     root = target.open_root(wanted.path, args.series)
     entries = [e for e in root.entries(args.series) if wanted.step in (None, e.step)]
@@ -104,6 +104,8 @@ def _check(files: Files, path: str, entry: Entry | None, digest: bool, out: Outp
         problems = _digests(files, path, result.marker, out) if digest else catalog.check_files(files, path, result.marker.files)
         result.problems += [f"{p.path} {p.what}" for p in problems]
         strange = catalog.strangers(files, path, (f.path for f in result.marker.files)) if not problems else []
+        if result.marker.signed and trust.key() is None:
+            result.remarks.append(f"it is signed, and without {trust.KEY_VARIABLE} nobody has checked by whom")
         if strange:
             result.remarks.append(f"{output.plural(len(strange), 'file')} beside the manifest, such as {strange[0]}: not "
                                   "verified")

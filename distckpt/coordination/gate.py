@@ -19,7 +19,7 @@ from typing import Any
 from distckpt.coordination.listener import Caller
 from distckpt.coordination.rounds import by_value
 from distckpt.coordination.store import Client, ClientSource
-from distckpt.errors import CoordinatorLost, DistckptError, RankDisagreement, RankLost, RankTimeout, to_wire
+from distckpt.errors import CoordinationError, CoordinatorLost, DistckptError, RankDisagreement, RankLost, RankTimeout, to_wire
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,11 @@ class Act:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Act:
-        return cls(str(value["kind"]), str(value.get("reason", "")), dict(value.get("data") or {}))
+        """What ``to_json`` gave; CoordinationError for anything else."""
+        kind, reason, data = value.get("kind"), value.get("reason", ""), value.get("data") or {}
+        if not isinstance(kind, str) or not isinstance(reason, str) or not isinstance(data, dict):
+            raise CoordinationError(f"this is no act: {value!r:.300}")
+        return cls(kind, reason, dict(data))
 
 
 class Gate:
@@ -154,11 +158,19 @@ class Gatekeeper:
                 key = news_key(number)
                 if not client.wait([key], None):
                     continue
-                value = client.get([key])[0]
+                value: dict[str, Any] = {}
+                try:
+                    value = client.get([key])[0]
+                except CoordinatorLost:
+                    raise
+                except CoordinationError as error:  # not of our making; the news after it must still be heard
+                    log.warning("news is passed over: %s", error)
                 client.delete([key])
                 number += 1
                 if value.get("kind") == "bye":
                     return
+                if not value:
+                    continue
                 try:
                     act = Act.from_json(value)
                     if not self._known(act):

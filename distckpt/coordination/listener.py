@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt.coordination.store import Client, ClientSource
-from distckpt.errors import CoordinatorLost
+from distckpt.errors import CoordinationError, CoordinatorLost
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -46,19 +46,28 @@ class Listener:
                 key = control_key(self._rank, number)
                 if not client.wait([key], None):
                     continue
-                message = client.get([key])[0]
+                message = self._read(client, key)
                 client.delete([key])
                 op = message.get("op")
                 if op == "bye":
                     return
                 if op == "stacks":
                     client.set(stacks_key(self._rank, number), {"stacks": self._runtime.stacks()[-_STACKS_LIMIT:]})
-                elif op in self.handlers:
+                elif isinstance(op, str) and op in self.handlers:
                     self._handle(client, op, message)
                 self._number = number + 1
         except CoordinatorLost as error:
             log.debug("rank %d's listener ends: %s", self._rank, error)
             self.on_lost(error)
+
+    def _read(self, client: Client, key: str) -> dict[str, Any]:
+        try:
+            return client.get([key])[0]
+        except CoordinatorLost:
+            raise
+        except CoordinationError as error:  # not of our making; this rank must go on answering
+            log.warning("rank %d passes over a message: %s", self._rank, error)
+            return {}
 
     def _handle(self, client: Client, op: str, message: dict[str, Any]) -> None:
         try:

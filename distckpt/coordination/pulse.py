@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt.coordination.store import Client, ClientSource
-from distckpt.errors import CoordinatorLost
+from distckpt.errors import CoordinationError, CoordinatorLost
 from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Pulse:
 
     def _read_beats(self, client: Client, watch: Watch, missing: list[int], now: float) -> None:
         for rank in missing:
-            beat = client.peek(beat_key(rank))
+            beat = _heard(client, rank)
             if beat is None:
                 continue
             before = watch.beats.get(rank)
@@ -215,6 +215,16 @@ class Pulse:
         with self._lock:
             if self._watch is watch:
                 self._watch = None
+
+
+def _heard(client: Client, rank: int) -> dict[str, Any] | None:
+    try:
+        return client.peek(beat_key(rank))
+    except CoordinatorLost:
+        raise
+    except CoordinationError as error:  # not of our making; the deadlines must still be minded
+        log.debug("the heartbeat of rank %d cannot be read: %s", rank, error)
+        return None
 
 
 def describe(beats: dict[int, dict[str, Any] | None], limit: int = 8) -> str:

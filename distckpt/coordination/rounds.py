@@ -166,8 +166,9 @@ class Call:
             self.rounds.on_stacks(stacks)
 
     def _lead(self, keys: dict[int, str], verdict_key: str, decide: Decide, timeout: float, progress: bool) -> Report:
-        reports, watch = self.gather(keys, timeout, progress)
+        watch: Watch | None = None
         try:
+            reports, watch = self.gather(keys, timeout, progress)
             if watch.absent():
                 raise self.absence(watch, self.rounds.pulse.current_phase)
             ops = {rank: str(report.get("op")) for rank, report in reports.items()}
@@ -183,7 +184,7 @@ class Call:
             verdict = decide(reports)
         except DistckptError as error:
             self._announce(verdict_key, {"error": to_wire(error)})
-            if watch.absent():
+            if watch is not None and watch.absent():
                 self.ask_for_stacks(watch)
             raise
         except Exception as error:  # whatever fails here must not strand the others, and all raise the same (P4)

@@ -51,7 +51,11 @@ def encode(value: dict[str, Any]) -> str:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    value = json.loads(data)
+    """What ``encode`` was given. JSON and nothing else: a value that somebody else put there is an error, and no code."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CoordinationError(f"a report is not JSON ({error}): {data[:80]!r}") from error
     if not isinstance(value, dict):
         raise CoordinationError(f"a report is not an object: {data[:80]!r}")
     return value

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # type: ignore[attr-defined]
+import torch
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,12 +26,11 @@ from torch.futures import Future
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
-from distckpt.payloads import optim
+from distckpt.payloads import loadable, optim
 from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
-
-_METADATA = ".metadata"
 
 
 class _Writer(FileSystemWriter):
@@ -64,25 +64,7 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self._claims.claim(_METADATA)
-
-
-class _Reader(FileSystemReader):
-    """DCP's own file reader, with an error from before its collectives: see ``_Writer``."""
-
-    def __init__(self, path: str, held: Exception | None) -> None:
-        super().__init__(path)
-        self._held = held
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._held is not None:
-            return Metadata(state_dict_metadata={})  # DCP swallows what is raised here; and the real one may not be read
-        return super().read_metadata(*args, **kwargs)
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        if self._held is not None:
-            raise self._held
-        super().set_up_storage_reader(*args, **kwargs)
+        self._claims.claim(METADATA)
 
 
 class DCP:
@@ -111,7 +93,7 @@ class DCP:
         self._optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
     def check(self) -> None:
-        """Nothing to refuse: tensors are DCP's own, and its metadata is checked before it is read back."""
+        """Nothing yet: what the state holds is asked for once, in ``write``."""
 
     @property
     def parts(self) -> list[str]:
@@ -126,7 +108,7 @@ class DCP:
         return state
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        state, held = _try(self.tree)
+        state, held = _try(self._checked)
         try:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
@@ -134,6 +116,12 @@ class DCP:
             raise _mine(error, ranks.rank) from error
         except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
             raise PeerFailed from error
+
+    def _checked(self) -> dict[str, Any]:
+        """The state, after every value in it that DCP pickles was found to be one that can be loaded again."""
+        state = self.tree()
+        _check_values(state, "state")
+        return state
 
     def live(self) -> Live:
         values = [*([self._model] if self._model is not None else []), *self._optimizers, *self._extra.values()]
@@ -147,16 +135,18 @@ class DCP:
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         wanted = [name for name in self.parts if ranks.only is None or name in ranks.only]
+        found = Metadata(state_dict_metadata={})
 
         def prepare() -> dict[str, Any]:
-            checkpoint.check(_METADATA)  # DCP unpickles it
-            stored = FileSystemReader(checkpoint.directory).read_metadata().state_dict_metadata
+            nonlocal found
+            found = metadata_of(checkpoint)
+            stored = found.state_dict_metadata
             return self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
 
         state, held = _try(prepare)
         try:
             with _quietly():
-                load(state, storage_reader=_Reader(checkpoint.directory, held), process_group=ranks.gloo())
+                load(state, storage_reader=Reader(checkpoint, found, held), planner=Planner(), process_group=ranks.gloo())
         except CheckpointException as error:
             raise _mine(error, ranks.rank) from error
         self._take(state)
@@ -184,6 +174,16 @@ class _Staged(DCP):
 
     def tree(self) -> dict[str, Any]:
         return self._tree
+
+
+def _check_values(value: Any, where: str) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_values(item, f"{where}[{key!r}]")
+        return
+    loadable.check(value, where)
 
 
 def _try(make: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Exception | None]:

@@ -109,7 +109,7 @@ class Members:
         if missing_files:
             self._lacking(checkpoint, wanted, ranks)
             return
-        states = [torchfile.read(checkpoint.mine(_FILE, rank=r)) for r in readers]
+        states = [torchfile.read(checkpoint, checkpoint.name_of(_FILE, rank=r)) for r in readers]
         lacking = [n for n in wanted if any(n not in s for s in states)]
         if lacking:
             self._lacking(checkpoint, lacking, ranks)

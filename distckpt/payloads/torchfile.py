@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from distckpt.checkpoint import Checkpoint
 from distckpt.saving.files import PieceWriter, as_file
 
 _crc = threading.Lock()
@@ -32,6 +33,7 @@ def write(value: Any, out: PieceWriter) -> None:
             set_crc32_options(before)
 
 
-def read(path: str) -> Any:
-    """What ``write`` wrote, on the CPU; nothing is executed by loading it."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+def read(checkpoint: Checkpoint, name: str) -> Any:
+    """What ``write`` wrote, on the CPU, after its bytes were found to be the marker's; nothing is executed by loading it."""
+    with checkpoint.open(name) as file:
+        return torch.load(file, weights_only=True, map_location="cpu")

@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 
 from distckpt import marker as _marker
+from distckpt import trust
 from distckpt.durable import fsync_tree_dirs, is_listed, move, rmdir_if_there, to_trash, unlink_if_there, write_new
 from distckpt.errors import MarkerError, RootInUse
 from distckpt.layout import MARKER
@@ -46,7 +47,7 @@ def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
     files = owned.files
     try:
         fsync_tree_dirs(files, staged)
-        write_new(files, os.path.join(staged, MARKER), _marker.build(found))
+        write_new(files, os.path.join(staged, MARKER), _marker.build(found, trust.key()))
         files.fsync_dir(staged)
         owned.ownership.check()
     except (OSError, RootInUse) as error:

@@ -291,7 +291,7 @@ def make_durable(files: Files, directory: str, relative: str, rank: int, algorit
     text = None
     size = seen.size
     if algorithm is not None:
-        size, text = _digest.of_file(files, path)
+        size, text = _digest.of_file(files, path, algorithm=algorithm)
     after = files.stat(path)
     if (after.size, after.inode) != (size, seen.inode) or size != seen.size:
         raise OSError(errno.EIO, f"still being written: {seen.size}, then {size}, then {after.size} bytes", path)

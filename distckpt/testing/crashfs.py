@@ -19,10 +19,12 @@ A process that dies loses nothing (``after_kill``). ``crash_states`` gives what 
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from distckpt.durable import Files, Item, Output, Stat
+from distckpt.durable import Access, Files, Folder, Item, Opened, Output, Stat
 from distckpt.testing.crashdisk import Disk, Node, PowerCut, fail
 
 __all__ = ["CrashFiles", "PowerCut", "write_payload"]
@@ -61,6 +63,45 @@ class _Out:
             self._open = False
 
 
+class _Folder:
+    """A directory held open: by inode, so that a rename of it takes nothing away from who holds it."""
+
+    def __init__(self, files: CrashFiles, node: Node, path: str) -> None:
+        self._files, self._node, self.path = files, node, path
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+    def _child(self, name: str) -> Node:
+        if name not in self._node.entries:
+            fail(errno.ENOENT, f"{self.path}/{name}")
+        return self._files.nodes[self._node.entries[name]]
+
+    def scan(self) -> list[Item]:
+        with self._files._operation("scan", self.path):
+            return self._files._items(self._node)
+
+    def folder(self, name: str) -> _Folder:
+        with self._files._operation("stat", f"{self.path}/{name}"):
+            return self._files._folder(self._child(name), f"{self.path}/{name}")
+
+    def unlink(self, name: str) -> None:
+        with self._files._operation("unlink", f"{self.path}/{name}"):
+            if self._child(name).kind == "dir":
+                fail(errno.EISDIR, f"{self.path}/{name}")
+            self._files._change({(self._node.number, name): None}, {self._node.number})
+
+    def rmdir(self, name: str) -> None:
+        with self._files._operation("rmdir", f"{self.path}/{name}"):
+            node = self._child(name)
+            if node.kind != "dir" or node.entries:
+                fail(errno.ENOTEMPTY if node.kind == "dir" else errno.ENOTDIR, f"{self.path}/{name}")
+            self._files._change({(self._node.number, name): None}, {self._node.number})
+
+
 class CrashFiles(Disk, Files):
     """An empty disk with the durable directories ``made``. All paths are absolute; there is one device, mounted at /.
 
@@ -85,7 +126,29 @@ class CrashFiles(Disk, Files):
             node = self._find(path)
             if node.kind != "dir":
                 fail(errno.ENOTDIR, path)
-            return [Item(name, self.nodes[child].kind) for name, child in sorted(node.entries.items())]
+            return self._items(node)
+
+    def _items(self, node: Node) -> list[Item]:
+        return [Item(name, self.nodes[child].kind) for name, child in sorted(node.entries.items())]
+
+    def _folder(self, node: Node, path: str) -> _Folder:
+        if node.kind != "dir":
+            fail(errno.ELOOP if node.kind == "link" else errno.ENOTDIR, path)
+        return _Folder(self, node, path)
+
+    def folder(self, top: str, below: str) -> Folder:
+        path = os.path.normpath(os.path.join(top, below))
+        with self._operation("stat", path):
+            return self._folder(self._find(path), path)
+
+    def look(self, top: str, below: str) -> Stat:
+        return self.stat(os.path.join(top, below))
+
+    def member(self, top: str, below: str) -> Opened:
+        return io.BytesIO(self.read(os.path.join(top, below), 1 << 62))
+
+    def access(self, path: str) -> Access:
+        return Access(0, 0, 0o755)
 
     def stat(self, path: str) -> Stat:
         with self._operation("stat", path):

@@ -8,14 +8,15 @@ until a run needs no fault any more. A fault that never fired proves nothing: as
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
-from distckpt.durable import REAL, Files, Item, Output, Stat
+from distckpt.durable import REAL, Access, Files, Folder, Item, Opened, Output, Stat
 
 T = TypeVar("T")
 PathTest = str | Callable[[str], bool] | None
@@ -163,6 +164,33 @@ class _Out:
         self._files._do("close", self._path, "", self._inner.close if self._inner else _nothing, None)
 
 
+class _Folder:
+    def __init__(self, files: FaultyFiles, inner: Folder) -> None:
+        self._files, self._inner, self.path = files, inner, inner.path
+
+    def __enter__(self) -> _Folder:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._inner.__exit__(*exc)
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def scan(self) -> list[Item]:
+        return self._files._do("scan", self.path, "", self._inner.scan, [])
+
+    def folder(self, name: str) -> _Folder:
+        return self._files._do("stat", self._at(name), "", lambda: _Folder(self._files, self._inner.folder(name)), self)
+
+    def unlink(self, name: str) -> None:
+        self._files._do("unlink", self._at(name), "", lambda: self._inner.unlink(name), None)
+
+    def rmdir(self, name: str) -> None:
+        self._files._do("rmdir", self._at(name), "", lambda: self._inner.rmdir(name), None)
+
+
 def _nothing() -> None:
     return None
 
@@ -235,6 +263,20 @@ class FaultyFiles(Files):
 
     def stat(self, path: str) -> Stat:
         return self._do("stat", path, "", lambda: self.inner.stat(path), Stat("file", 0, 0, 0))
+
+    def look(self, top: str, below: str) -> Stat:
+        return self._do("stat", os.path.join(top, below), "", lambda: self.inner.look(top, below), Stat("file", 0, 0, 0))
+
+    def member(self, top: str, below: str) -> Opened:
+        empty: Opened = io.BytesIO()
+        return self._do("read", os.path.join(top, below), "", lambda: self.inner.member(top, below), empty)
+
+    def folder(self, top: str, below: str) -> Folder:
+        path, unskippable = os.path.normpath(os.path.join(top, below)), cast("Folder", None)
+        return self._do("stat", path, "", lambda: _Folder(self, self.inner.folder(top, below)), unskippable)
+
+    def access(self, path: str) -> Access:
+        return self.inner.access(path)
 
     def read(self, path: str, limit: int) -> bytes:
         return self._do("read", path, "", lambda: self.inner.read(path, limit), b"")

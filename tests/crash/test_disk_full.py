@@ -142,7 +142,7 @@ def _fills_up(rank: int, world: int, disk: str, kind: str) -> dict[str, Any]:
         back = _free(disk)
         if rank == 0:
             _intact(root, [1])
-            assert not unclean(REAL, Layout.at(root))
+            assert not unclean(REAL, Layout.at(root)), unclean(REAL, Layout.at(root))
             told = json.loads(Path(root, ".distckpt", "status.json").read_text())["attempts"][-1]
             assert (told["step"], told["state"]) == (2, "failed"), "written again when there was room"
         _empty(disk, rank)
@@ -217,7 +217,7 @@ def _one_rank_is_full(rank: int, world: int, root: str, number: int, op: str) ->
         _settled(manager)
         if rank == 0:
             _intact(root, [1])
-            assert not unclean(REAL, Layout.at(root))
+            assert not unclean(REAL, Layout.at(root)), unclean(REAL, Layout.at(root))
         dist.barrier()
         part.save(manager, 2)
         if rank == 0:

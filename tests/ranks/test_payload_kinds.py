@@ -185,13 +185,13 @@ def _around_dcp(rank: int, world: int, folder: str) -> dict[str, Any]:
         found["dropped"] = {r: f.message for r, f in caught.value.failures.items()}
 
         # the metadata is bad as one rank sees it: no rank is left waiting in DCP's load
-        check = distckpt.Checkpoint.check
+        opened = distckpt.Checkpoint.open
         if rank == 1:
-            distckpt.Checkpoint.check = lambda self, path, digest=True: (_ for _ in ()).throw(  # type: ignore[method-assign]
+            distckpt.Checkpoint.open = lambda self, path, digest=True: (_ for _ in ()).throw(  # type: ignore[method-assign]
                 IntegrityError("bad here", files={path: "bad"}))
         with pytest.raises(IntegrityError) as bad:
             manager.restore({"train": other.state(), "own": Shards(mine), "ema": DCP(state=average)})
-        distckpt.Checkpoint.check = check  # type: ignore[method-assign]
+        distckpt.Checkpoint.open = opened  # type: ignore[method-assign]
         found["load"] = bad.value.files
 
         with pytest.raises(RankDisagreement) as differ:

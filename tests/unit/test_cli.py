@@ -159,7 +159,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_mixed_up(command: Comman
     make_checkpoint(root.root, 100, 1)
     glance = _marker.glance
     other = _marker.build(make_marker(100, 2))
-    monkeypatch.setattr(_marker, "glance", lambda data, path: glance(other, path))
+    monkeypatch.setattr(_marker, "glance", lambda data, path, key: glance(other, path, key))
     assert "changing: it was replaced while this was read" in command("ls", root.root).row("step-100")
 
 

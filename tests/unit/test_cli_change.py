@@ -258,15 +258,15 @@ def test_gc_puts_back_what_somebody_holds(command: Command, root: Layout) -> Non
 
 def test_gc_says_what_it_cannot_tell(command: Command, root: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed(root)
-    stat = REAL.stat
+    look = REAL.look
 
-    def unreadable(path: str) -> object:
-        if path.endswith("step-200/model.pt"):
-            raise OSError(5, "Input/output error", path)
-        return stat(path)
+    def unreadable(top: str, below: str) -> object:
+        if below.endswith("step-200/model.pt"):
+            raise OSError(5, "Input/output error", below)
+        return look(top, below)
 
     before = tree(root)
-    monkeypatch.setattr(REAL, "stat", unreadable)
+    monkeypatch.setattr(REAL, "look", unreadable)
     found = {f.name: f.fate for f in leftovers(Root(root.root))}
     assert found["step-200"] == "cannot tell" and found["step-300"] == "publish"
     said = command("gc", root.root)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distckpt.durable import REAL, Files, Item, create_exclusively, make_dir, remove_tree, replace, to_trash, write_new
+from distckpt.durable import REAL, Files, Item, create_exclusively, make_dir, replace, to_trash, write_new
+from distckpt.removal import remove_tree
 from distckpt.testing.crashfs import CrashFiles, PowerCut, write_payload
 
 
@@ -87,7 +88,7 @@ def test_a_directory_goes_when_it_is_empty(place: tuple[Files, str]) -> None:
     files, top = place
     write_payload(files, f"{top}/d/e/f", b"x")
     refused(errno.ENOTEMPTY)(lambda: files.rmdir(f"{top}/d"))
-    remove_tree(files, f"{top}/d")
+    remove_tree(files, top, f"{top}/d")
     assert files.scan(top) == []
 
 

@@ -13,16 +13,15 @@ from distckpt import durable
 from distckpt.durable import (
     REAL,
     create_exclusively,
-    discard,
     fsync_tree_dirs,
     make_dir,
-    remove_tree,
     replace,
     to_trash,
     unlink_if_there,
     write_new,
 )
 from distckpt.layout import MARKER
+from distckpt.removal import discard, remove_tree
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten
 from tests.support import crash_disk, make_checkpoint
@@ -161,7 +160,7 @@ def test_S3_a_removal_that_is_killed_or_cut_never_leaves_a_marker_over_a_partial
         return disk
 
     whole = tree(prepare(), "/disk/trash/victim")
-    for n, disk in deaths(prepare, lambda files: discard(files, "/disk/trash/victim", MARKER)):
+    for n, disk in deaths(prepare, lambda files: discard(files, "/disk", "/disk/trash/victim", MARKER)):
         for state in [disk, *disk.crash_states()]:
             left = tree(state, "/disk/trash/victim")
             if f"/{MARKER}" in left:
@@ -175,7 +174,7 @@ def test_S3_the_marker_inside_an_attempt_goes_first_too() -> None:
         return disk
 
     whole = tree(prepare(), "/disk/trash/attempt")
-    for n, disk in deaths(prepare, lambda files: discard(files, "/disk/trash/attempt", MARKER)):
+    for n, disk in deaths(prepare, lambda files: discard(files, "/disk", "/disk/trash/attempt", MARKER)):
         for state in [disk, *disk.crash_states()]:
             left = tree(state, "/disk/trash/attempt")
             if f"/step-1/{MARKER}" in left:
@@ -192,7 +191,7 @@ def test_S21_nothing_is_unlinked_durably_before_the_move_to_trash_is() -> None:
 
     def act(files: FaultyFiles) -> None:
         to_trash(files, "/disk/step-1", "/disk/trash/step-1")
-        discard(files, "/disk/trash/step-1", MARKER)
+        discard(files, "/disk", "/disk/trash/step-1", MARKER)
 
     whole = tree(prepare(), "/disk/step-1")
     for n, disk in deaths(prepare, act):
@@ -213,9 +212,9 @@ def test_a_removal_never_follows_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     os.symlink(tmp_path / "precious", tmp_path / "victim" / "link")
     os.symlink(tmp_path / "precious", tmp_path / "alias")
-    remove_tree(REAL, str(tmp_path / "victim"))
-    remove_tree(REAL, str(tmp_path / "alias"))
-    discard(REAL, str(tmp_path / "nothing"), MARKER)
+    remove_tree(REAL, str(tmp_path), str(tmp_path / "victim"))
+    remove_tree(REAL, str(tmp_path), str(tmp_path / "alias"))
+    discard(REAL, str(tmp_path), str(tmp_path / "nothing"), MARKER)
     assert [p.name for p in tmp_path.iterdir()] == ["precious"] and (tmp_path / "precious" / "f").exists()
 
 
@@ -223,15 +222,15 @@ def test_what_vanishes_during_a_removal_is_no_error() -> None:
     disk = CrashFiles("/d")
     write_payload(disk, "/d/v/a", b"")
     write_payload(disk, "/d/v/s/b", b"")
-    files = FaultyFiles(disk, call(lambda o: remove_tree(disk, "/d/v"), op="unlink", path="/d/v/a"))
-    remove_tree(files, "/d/v")
+    files = FaultyFiles(disk, call(lambda o: remove_tree(disk, "/d", "/d/v"), op="unlink", path="/d/v/a"))
+    remove_tree(files, "/d", "/d/v")
     assert files.fired and disk.snapshot() == {"/d": None}
 
 
 def test_a_busy_directory_is_reported() -> None:
     files = FaultyFiles(CrashFiles("/d/v/e"), fail(errno.ENOTEMPTY, op="rmdir", path="/d/v/e"))
     with pytest.raises(OSError):
-        remove_tree(files, "/d/v")
+        remove_tree(files, "/d", "/d/v")
 
 
 # -- S13 -------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import os
 import pytest
 
 from distckpt import leases
-from distckpt.durable import remove_tree
 from distckpt.errors import ConfigError, LeaseLost, StepNotFound
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Lease, Watch, listing, take
 from distckpt.owned import OwnedRoot
+from distckpt.removal import remove_tree
 from distckpt.retention import KeepLast
 from distckpt.rotation import Context
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
@@ -77,7 +77,7 @@ def test_a_lease_is_durable_before_it_counts(disk: CrashFiles, one: OwnedRoot, r
 
 def test_a_lease_can_never_protect_what_took_its_name(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     lease(disk, reader, 1)
-    remove_tree(disk, LAYOUT.final("step-1"))
+    remove_tree(disk, LAYOUT.root, LAYOUT.final("step-1"))
     make_checkpoint(disk, 1, 9)
     assert one.watch.holders(attempt_id(9)) == [] and one.watch.holders(attempt_id(1)) != []
     with pytest.raises(StepNotFound, match="removed or replaced"):
@@ -201,7 +201,7 @@ def test_S22_on_a_network_file_system_leases_are_looked_at_once_more_after_90_s(
 def test_S22_what_a_replace_left_in_trash_never_takes_the_leases_of_the_attempt_that_stands(
         disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     """The attempt's own name is on the directory in trash; the leases of that attempt are on what was published."""
-    remove_tree(disk, LAYOUT.final("step-1"))
+    remove_tree(disk, LAYOUT.root, LAYOUT.final("step-1"))
     make_checkpoint(disk, 1, 9)
     make_checkpoint(disk, 1, 1, directory=LAYOUT.trash(1, attempt_id(9), "step-1"))
     make_checkpoint(disk, 1, 1, directory=LAYOUT.trash(1, f"step-1.{attempt_id(9)}.replaced"))

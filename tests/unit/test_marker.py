@@ -155,7 +155,7 @@ def test_the_identity_stands_in_the_first_bytes() -> None:
 
 
 def test_a_head_that_does_not_fit_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(ConfigError, match="too long"):
+    with pytest.raises(ConfigError, match="its run is not 1 to 255"):
         marker.build(make_marker(1, run="r" * marker.HEAD_LIMIT))
 
 

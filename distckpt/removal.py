@@ -1,0 +1,81 @@
+"""Removing what stands in trash: below a descriptor of the root, never through a link, never across a mount point.
+
+The marker goes first, by *name*: a writer that was taken over while it stood still must get ENOENT here, because the new
+owner may have given the checkpoint back its place (S5). What follows holds the directories open, so that nobody who swaps
+one for a link can lead it elsewhere; that is safe for the fence too, since a tree without its marker is never published
+or put back again (tests/unit/test_security.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from distckpt.beneath import DEPTH
+from distckpt.durable import Files, Folder
+
+_NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
+
+
+def remove_tree(files: Files, root: str, path: str) -> None:
+    """Remove ``path``, which stands somewhere below ``root``; links are removed and never followed. What vanished meanwhile is
+    no error. EXDEV at a directory on which something is mounted: what is mounted there stays, and so does the way to it."""
+    parent, name = os.path.split(os.path.relpath(path, root))
+    try:
+        with files.folder(root, parent) as folder:
+            _remove(folder, name, 0)
+    except FileNotFoundError:
+        return
+
+
+def _remove(parent: Folder, name: str, depth: int) -> None:
+    if depth > DEPTH:
+        raise OSError(errno.ELOOP, f"directories are nested more than {DEPTH} deep", os.path.join(parent.path, name))
+    try:
+        folder = parent.folder(name)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise OSError(errno.EXDEV, "something is mounted there, and nothing on another mount is deleted: unmount it",
+                          os.path.join(parent.path, name)) from error
+        if error.errno not in _NO_FOLDER:
+            raise
+        _unlink(parent, name)
+        return
+    with folder:
+        for item in folder.scan():
+            try:
+                if item.kind == "dir":
+                    _remove(folder, item.name, depth + 1)
+                else:
+                    _unlink(folder, item.name)
+            except FileNotFoundError:
+                continue
+    parent.rmdir(name)
+
+
+def _unlink(folder: Folder, name: str) -> None:
+    try:
+        folder.unlink(name)
+    except FileNotFoundError:
+        return
+
+
+def unlink_markers(files: Files, path: str, marker: str) -> None:
+    """Make sure that no marker speaks for what is about to go: ``path`` itself, or the directory inside it (S3)."""
+    places = [path] + [os.path.join(path, item.name) for item in files.scan(path) if item.kind == "dir"]
+    for place in places:
+        try:
+            files.unlink(os.path.join(place, marker))
+        except FileNotFoundError:
+            continue
+        files.fsync_dir(place)
+
+
+def discard(files: Files, root: str, path: str, marker: str) -> None:
+    """Delete something that stands in trash below ``root``: the marker first, durably, then the rest (S3)."""
+    try:
+        if files.look(root, os.path.relpath(path, root)).kind == "dir":
+            unlink_markers(files, path, marker)
+    except FileNotFoundError:
+        return
+    remove_tree(files, root, path)
