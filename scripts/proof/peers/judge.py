@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distckpt.testing.replay import Names, Step
 from scripts.proof.peers.known import Peer
-from scripts.proof.peers.replay import Recording, Tree, read_tree, write_tree
+from scripts.proof.peers.recording import Point, Recording, Tree, read_tree, tree_of, write_tree
 
 LIMIT = 120.0
 MODES = ("kill", "ordered", "weak")
@@ -79,11 +80,13 @@ class Picker:
             self.errors[kind] = self.errors.get(kind, 0) + 1
         if answer["path"] is None:
             return None
-        chosen = Path(str(answer["path"]))
-        target = Path(os.path.realpath(chosen))
-        if target.is_dir():
-            return str(chosen.relative_to(root)), {p: d for p, d in read_tree(target).items() if self.peer.reads(p)}
-        return str(chosen.relative_to(root)), {"": target.read_bytes()} if target.is_file() else {}
+        chosen = os.path.normpath(str(answer["path"]))
+        name = os.path.relpath(chosen, root)
+        if "\0" in chosen or name.startswith(".."):  # a pointer file made of zeros, say
+            return name, {}
+        if os.path.isdir(chosen):
+            return name, {p: d for p, d in read_tree(Path(chosen)).items() if self.peer.reads(p)}
+        return name, {"": Path(chosen).read_bytes()} if os.path.isfile(chosen) else {}
 
 
 @dataclass
@@ -110,15 +113,15 @@ def goldens(peer: Peer, recording: Recording, picker: Picker) -> Goldens:
     """RuntimeError when a save is not what the peer resumes from right after it: then the program or the rule is wrong."""
     found: dict[int, Content] = {}
     seen = 0
-    for disk, acked in recording.points(journal=False):
-        if acked != seen:
-            content = picker.pick(disk.tree("/root"))
+    for point in recording.points():
+        if point.acked != seen:
+            seen = point.acked
+            content = picker.pick(tree_of(point.disk, recording.root))
             if content is None or not content[1]:
-                raise RuntimeError(f"{peer.name}: nothing to resume from after save {acked}")
+                raise RuntimeError(f"{peer.name}: nothing to resume from after save {seen}")
             if content in found.values():
-                raise RuntimeError(f"{peer.name}: save {acked} is the same as an earlier one")
-            found[acked] = content
-            seen = acked
+                raise RuntimeError(f"{peer.name}: save {seen} is the same as an earlier one")
+            found[seen] = content
     return Goldens(peer, found)
 
 
@@ -149,44 +152,47 @@ class Judge:
     known: dict[bytes, int] = field(default_factory=dict)
 
     def run(self) -> dict[str, Tally]:
-        return {mode: self._mode(mode) for mode in MODES}
+        return {mode: self.mode(mode) for mode in MODES}
 
-    def _trees(self, mode: str) -> Iterator[tuple[int, int, Tree]]:
-        """(operation, saves acknowledged, what the root holds) after each operation."""
-        for point, (disk, acked) in enumerate(self.recording.points(journal=mode == "ordered")):
+    def _trees(self, mode: str) -> Iterator[tuple[int, Point, Tree]]:
+        """(number of the step, the disk after it, what a cut there may leave of the root)."""
+        for number, point in enumerate(self.recording.points(journal=mode == "ordered")):
             if mode == "kill":
-                yield point, acked, disk.tree("/root")
+                yield number, point, tree_of(point.disk, self.recording.root)
                 continue
-            for state in disk.crash_states(self.limit, self.seed + point, ordered=mode == "ordered"):
-                yield point, acked, state.tree("/root")
+            for state in point.disk.crash_states(self.limit, self.seed + number, ordered=mode == "ordered"):
+                yield number, point, tree_of(state, self.recording.root)
 
-    def _mode(self, mode: str) -> Tally:
+    def mode(self, mode: str) -> Tally:
         tally, seen = Tally(), set[tuple[bytes, int]]()
-        for point, acked, tree in self._trees(mode):
+        for number, point, tree in self._trees(mode):
             tally.generated += 1
             shown = {path: data for path, data in tree.items() if self.peer.sees(path)}
             key = digest(shown)
-            if (key, acked) in seen:
+            if (key, point.acked) in seen:
                 continue
-            seen.add((key, acked))
+            seen.add((key, point.acked))
             tally.states += 1
             if key not in self.known:
                 self.known[key] = self.golden.match(self.picker.pick(shown))
-            wrong = verdict(self.known[key], acked)
+            wrong = verdict(self.known[key], point.acked)
             if wrong:
                 tally.bad[wrong] = tally.bad.get(wrong, 0) + 1
-                op = self.recording.ops[point]
-                tally.examples.setdefault(wrong, f"after operation {point} ({op.call} {op.path}), {acked} acknowledged")
+                tally.examples.setdefault(wrong, f"after step {number} {describe(point.step)}, {point.acked} acknowledged")
         return tally
 
 
 def verdict(picked: int, acked: int) -> str:
-    """What is wrong when ``picked`` (as ``Goldens.match`` says) is resumed from after ``acked`` acknowledged saves, or nothing."""
+    """What is wrong when ``picked`` (see ``Goldens.match``) is resumed from after ``acked`` acknowledged saves, or nothing."""
     if picked < 0:
         return "damaged one picked"
     if picked >= acked:
         return ""
     return "older one picked" if picked else "nothing left"
+
+
+def describe(step: Step) -> str:
+    return f"({type(step).__name__} {os.path.basename(step.path) if isinstance(step, Names) else ''})".replace(" )", ")")
 
 
 def digest(tree: Tree) -> bytes:

@@ -99,8 +99,8 @@ def install(home: str) -> str:
     rules = HOMES / "constraints.txt"
     HOMES.mkdir(parents=True, exist_ok=True)
     rules.write_text("torch==2.13.0\nnumpy==2.4.6\n")
-    steps = [[sys.executable, "-m", "venv", str(folder)],
-             *([str(folder / "bin/pip"), "install", "-q", "--no-build-isolation", "-c", str(rules), name] for name in INSTALLS[home])]
+    pip = [str(folder / "bin/pip"), "install", "-q", "--no-build-isolation", "-c", str(rules)]
+    steps = [[sys.executable, "-m", "venv", str(folder)], *([*pip, name] for name in INSTALLS[home])]
     for number, command in enumerate(steps):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
         if done.returncode:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import distckpt
 import torch.distributed as dist
 from common import SAVES, Run, main
 from state import WORLD, model, step
+
+import distckpt
 
 
 def session(run: Run) -> None:

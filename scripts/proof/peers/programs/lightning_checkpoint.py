@@ -35,8 +35,9 @@ class Module(pl.LightningModule):
 
 def session(run: Run) -> None:
     saver = ModelCheckpoint(dirpath=run.root, save_last=True, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
-    trainer = pl.Trainer(max_steps=SAVES, accelerator="cpu", devices=1, logger=False, callbacks=[saver], default_root_dir=run.root,
-                         plugins=[LightningEnvironment()], enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(max_steps=SAVES, accelerator="cpu", devices=1, logger=False, callbacks=[saver],
+                         default_root_dir=run.root, plugins=[LightningEnvironment()], enable_progress_bar=False,
+                         enable_model_summary=False)
     trainer.fit(Module(run), torch.utils.data.DataLoader(torch.randn(2 * SAVES, 16), batch_size=2))
 
 
