@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -107,5 +108,17 @@ def install(home: str) -> str:
             return f"{' '.join(command)}: {done.stderr[-500:]}"
         if number == 0:
             (folder / f"lib/python3.{sys.version_info.minor}/site-packages/borrowed.pth").write_text(f"{purelib}\n")
-    stamp.touch()
-    return ""
+    why = _build_extension() if home == "torch" else ""
+    if not why:
+        stamp.touch()
+    return why
+
+
+def _build_extension() -> str:
+    """DeepSpeed compiles on first use, which takes minutes; and waits for ever for a build that was killed, hence the rmtree."""
+    shutil.rmtree(HOMES / "extensions", ignore_errors=True)
+    peer = next(peer for peer in PEERS if peer.program == "deepspeed_engine")
+    build = "import deepspeed, sys; sys.modules['deepspeed.comm.torch'].build_shm_op()"
+    done = subprocess.run([peer.python, "-c", build], capture_output=True, text=True, timeout=1200,
+                          env={**peer.environment, "DS_ACCELERATOR": "cpu"})
+    return done.stderr[-500:] if done.returncode else ""

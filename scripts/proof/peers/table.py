@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +51,7 @@ def measure(peer: Peer, scratch: Path, states: int = STATES, cuts: int = CUTS, s
                 raise RuntimeError(why)
         row.version = peer.version()
         _measure(row, scratch, states, cuts, seed)
-    except (RuntimeError, TraceError, OSError) as error:
+    except (RuntimeError, TraceError, OSError, subprocess.SubprocessError) as error:
         row.failed = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     row.seconds = time.monotonic() - begun
     return row

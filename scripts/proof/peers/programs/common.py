@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SAVES = 4
+LIMIT = 200.0
 SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
 MARK = 1023  # distckpt.testing.trace.MARK: never open
 Pick = Callable[[str], "str | None"]
@@ -53,7 +55,8 @@ class Run:
 
 
 def _ranks(session: Callable[[Run], None], run: Run, distributed: bool) -> int:
-    """0 when every rank ended well. Ranks are forked, because importing a peer takes seconds. After a cut only rank 0 counts."""
+    """0 when every rank ended well. Ranks are forked, because importing a peer takes seconds. After a cut only rank 0
+    counts. A rank that does not end in LIMIT seconds shows its stacks and dies."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -62,6 +65,7 @@ def _ranks(session: Callable[[Run], None], run: Run, distributed: bool) -> int:
         child = os.fork()
         if child == 0:
             code = 1
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
             try:
                 if distributed:
                     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world),
