@@ -69,7 +69,10 @@ def cut(peer: Peer, system: str, server: Server, picker: Picker, scratch: Path) 
             raise RuntimeError(f"its save failed on {system}")
         if _writable(folder):
             raise RuntimeError(f"{peer.name}: {system} was not shut down")
-    with mounted(image, folder):
+    after = scratch / "after"
+    # A process in another mount namespace may hold the mount a while longer, and the image would come back shut down.
+    _call("cp", "--sparse=always", str(image), str(after))
+    with mounted(after, folder):
         left = read_tree(folder / "work" / "root")
     golden: dict[int, Content] = {}
     for number, copy in enumerate(sorted(copies.iterdir(), key=lambda path: int(path.name)), 1):

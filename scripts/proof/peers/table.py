@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from distckpt.testing.trace import TraceError
@@ -19,9 +20,9 @@ from scripts.proof.peers.judge import MODES, Judge, Picker, Server, Tally, golde
 from scripts.proof.peers.known import HERE, PEERS, Peer, install
 from scripts.proof.peers.recording import record
 
-STATES = 24
+STATES = 16
 CUTS = 3
-OUT = HERE / "table.md"
+OUT, STORE = HERE / "table.md", HERE / "table.jsonl"
 NAMES = {"file": "files", "dir": "directories"}
 
 
@@ -81,10 +82,10 @@ def _cuts(row: Row, system: str, saver: Server, picker: Picker, scratch: Path, c
     for _ in range(cuts):
         try:
             what, files = power.cut(row.peer, system, saver, picker, scratch)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if row.peer.ours:
                 raise
-            return str(error)
+            return f"not measured: {error}"
         row.cuts += 1
         wrong += bool(what)
         seen[f"{what or 'newest picked'}; {files}"] += 1
@@ -101,6 +102,26 @@ def rows(only: str = "", states: int = STATES, cuts: int = CUTS, seed: int = 0) 
                 yield measure(peer, scratch, states, cuts, seed)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
+
+
+def keep(row: Row) -> None:
+    """Add ``row`` to the measured ones; a later one of the same peer stands for it."""
+    with STORE.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({**asdict(row), "peer": row.peer.name}) + "\n")
+
+
+def kept() -> list[Row]:
+    """The newest row of each peer that was ever kept, in the order of PEERS."""
+    found: dict[str, Row] = {}
+    for text in STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else []:
+        said = json.loads(text)
+        peer = next((peer for peer in PEERS if peer.name == said["peer"]), None)
+        if peer is not None:
+            tallies = {mode: Tally(**tally) for mode, tally in said["tallies"].items()}
+            controls = {kind: {mode: Tally(**tally) for mode, tally in modes.items()} for kind, modes in said["controls"].items()}
+            found[peer.name] = Row(**{**said, "peer": peer, "fsyncs": tuple(said["fsyncs"]), "tallies": tallies,
+                                      "controls": controls})
+    return [found[peer.name] for peer in PEERS if peer.name in found]
 
 
 def _cell(tally: Tally) -> str:
@@ -156,9 +177,10 @@ In fairness
 """
 
 
-def document(found: list[Row], command: str, states: int) -> str:
+def document(found: list[Row], states: int) -> str:
     """The table with what is needed to read it."""
-    parts = [f"# Peers under the same power cut\n\nMade by `{command}` on {time.strftime('%Y-%m-%d', time.gmtime())}.\n", HEAD]
+    parts = [f"# Peers under the same power cut\n\nMade by `python -m scripts.proof.peers --write`, "
+             f"{time.strftime('%Y-%m-%d', time.gmtime())}.\n", HEAD]
     parts += [line(row) for row in found]
     parts.append("\nWhat was wrong, by mode (distinct states), and the first of each:\n")
     for row in found:
@@ -179,14 +201,14 @@ def main() -> None:
     parser.add_argument("--states", type=int, default=STATES, help="crash states per step and mode, at most")
     parser.add_argument("--cuts", type=int, default=CUTS, help="real power cuts per file system")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help=f"write {OUT.name}")
+    parser.add_argument("--write", action="store_true", help=f"keep the rows in {STORE.name}, and write {OUT.name} from all kept")
     chosen = parser.parse_args()
     found = []
     for row in rows(chosen.only, chosen.states, chosen.cuts, chosen.seed):
         found.append(row)
         print(f"{line(row)} {row.seconds:.0f} s", file=sys.stderr, flush=True)
-    text = document(found, " ".join(["python -m scripts.proof.peers", *sys.argv[1:]]), chosen.states)
-    if chosen.write:
-        OUT.write_text(text)
-    else:
-        print(text)
+        if chosen.write:
+            keep(row)
+            OUT.write_text(document(kept(), chosen.states), encoding="utf-8")
+    if not chosen.write:
+        print(document(found, chosen.states))
