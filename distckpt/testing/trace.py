@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-<<<<<<< HEAD
 import signal
-=======
->>>>>>> 3973771e92d8bc57ed43fa4119c009a14e1505c3
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +188,6 @@ def capture(command: Sequence[str], out: str | Path, *, data: bool = True, limit
             env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``command`` under strace with all its threads and children; how it ended. The trace is put in ``out``.
 
-<<<<<<< HEAD
     ``data=False`` leaves the bytes out: quicker, and enough for questions of order. ``limit``: seconds until all of it is
     killed and subprocess.TimeoutExpired raised.
     """
@@ -207,15 +203,6 @@ def capture(command: Sequence[str], out: str | Path, *, data: bool = True, limit
         strace.communicate()
         raise
     return subprocess.CompletedProcess(strace.args, strace.returncode, said, complained)
-=======
-    ``data=False`` leaves the bytes out: quicker, and enough for questions of order. ``limit``: seconds until it is killed.
-    """
-    shown = ["-xx", "-s", str(16 << 20)] if data else ["-s", "64"]
-    return subprocess.run(
-        ["strace", "--seccomp-bpf", "-f", "-y", *shown, "-o", str(out), "-e", f"trace={','.join(CALLS)}", "-e", "signal=none",
-         *command], cwd=cwd, capture_output=True, text=True, timeout=limit,
-        env={**(os.environ if env is None else env), "UV_USE_IO_URING": "0"})  # torch's store would, for its sockets
->>>>>>> 3973771e92d8bc57ed43fa4119c009a14e1505c3
 
 
 def read(out: str | Path, cwd: str | Path | None = None) -> list[Call]:

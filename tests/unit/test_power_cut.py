@@ -159,10 +159,10 @@ def run(disk: CrashFiles, cutter: Cutter | None, *faults: Fault, actions: Sequen
         try:
             manager.save(step, Blob(text), meta={"text": text}, on_exists=rule)
             story.done.append((step, text))
-        except SaveError as error:
+        except DistckptError as error:
             if isinstance(error.__cause__, Violation):
-                raise error.__cause__ from None  # found by a cut inside the payload's write, whose errors are the save's
-            assert refusal.fired and error.outcome == "aborted", error
+                raise error.__cause__ from None  # found by a cut inside the save, which takes it for an error of its own
+            assert isinstance(error, SaveError) and refusal.fired and error.outcome == "aborted", error
             story.failed.add(text)
         assert bool(refusal.fired) == ("fails" in text)
         story.trying = None
