@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,13 +188,21 @@ def capture(command: Sequence[str], out: str | Path, *, data: bool = True, limit
             env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``command`` under strace with all its threads and children; how it ended. The trace is put in ``out``.
 
-    ``data=False`` leaves the bytes out: quicker, and enough for questions of order. ``limit``: seconds until it is killed.
+    ``data=False`` leaves the bytes out: quicker, and enough for questions of order. ``limit``: seconds until all of it is
+    killed and subprocess.TimeoutExpired raised.
     """
     shown = ["-xx", "-s", str(16 << 20)] if data else ["-s", "64"]
-    return subprocess.run(
+    strace = subprocess.Popen(
         ["strace", "--seccomp-bpf", "-f", "-y", *shown, "-o", str(out), "-e", f"trace={','.join(CALLS)}", "-e", "signal=none",
-         *command], cwd=cwd, capture_output=True, text=True, timeout=limit,
+         *command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**(os.environ if env is None else env), "UV_USE_IO_URING": "0"})  # torch's store would, for its sockets
+    try:
+        said, complained = strace.communicate(timeout=limit)
+    except BaseException:
+        os.killpg(strace.pid, signal.SIGKILL)  # strace alone would leave what it traces running
+        strace.communicate()
+        raise
+    return subprocess.CompletedProcess(strace.args, strace.returncode, said, complained)
 
 
 def read(out: str | Path, cwd: str | Path | None = None) -> list[Call]:
