@@ -6,9 +6,11 @@ import pytest
 
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Names, Run, Step, Sync, Write
-from scripts.proof.peers.judge import Goldens, Judge, Picker, verdict
+from scripts.proof.peers import violations
+from scripts.proof.peers.judge import Goldens, Judge, Picker, Tally, verdict
 from scripts.proof.peers.known import Peer
 from scripts.proof.peers.recording import Journal, Recording, tree_of
+from scripts.proof.peers.table import Row
 
 PEER = Peer("toy", "toy", None, unread="log$", optional="extra$")
 GOLDEN = Goldens(PEER, {1: ("one", {"a": b"1", "extra": b"x"}), 2: ("two", {"a": b"2"})})
@@ -92,3 +94,14 @@ def test_with_a_journal_the_fsync_of_a_file_makes_names_durable() -> None:
         found[kind] = {tuple(tree_of(state, BASE)) for state in disk.crash_states(50)}
     assert found[Journal] == {("d", "d/f")}
     assert () in found[CrashFiles]
+
+
+def test_only_what_is_wrong_with_distckpt_or_with_the_test_is_a_violation() -> None:
+    ours = Peer("distckpt", "toy", None, ours=True)
+    lost = Tally(states=3, bad={"nothing left": 2}, examples={"nothing left": "after step 4"})
+    assert violations(Row(PEER, tallies={"weak": lost}, wrong_cuts=1, cuts=1)) == []
+    assert violations(Row(ours, tallies={"weak": Tally(states=3)}, controls={"file": {"weak": lost}}, cuts=3)) == []
+    assert len(violations(Row(ours, tallies={"kill": lost, "weak": lost}))) == 2
+    assert len(violations(Row(ours, wrong_cuts=1, cuts=3))) == 1
+    assert len(violations(Row(ours, controls={"dir": {"weak": Tally(states=3)}}))) == 1
+    assert len(violations(Row(ours, failed="no strace"))) == 1

@@ -17,7 +17,7 @@ def _missing() -> str | None:
     return None if shutil.which("strace") else "strace (apt-get install strace)"
 
 
-def _violations(row: Row) -> list[str]:
+def violations(row: Row) -> list[str]:
     """What is wrong with distckpt, or with the test itself; what is wrong with a peer is the table's."""
     if not row.peer.ours:
         return []
@@ -37,7 +37,7 @@ def _run(budget: Budget) -> Result:
         result.runs += 1 + row.cuts
         result.states += sum(tally.generated for tally in row.tallies.values())
         result.distinct += sum(tally.states for tally in row.tallies.values())
-        result.violations += _violations(row)
+        result.violations += violations(row)
         if row.failed:
             failed.append(f"{row.peer.name} ({row.failed})")
         else:

@@ -68,8 +68,8 @@ def _measure(row: Row, scratch: Path, states: int, cuts: int, seed: int) -> None
         judge = Judge(peer, recording, picker, golden, states, seed)
         row.tallies = judge.run()
         for kind in ("file", "dir") if peer.ours else ():
-            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 4, seed, judge.known)
-            row.controls[kind] = {mode: blind.mode(mode) for mode in ("ordered", "weak")}
+            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 2, seed, judge.known)
+            row.controls[kind] = {"weak": blind.mode("weak")}
         if cuts and power.missing() is None:
             with Server(peer, "cuts", scratch / "cuts.log") as saver:
                 for system in power.SYSTEMS:
@@ -169,10 +169,13 @@ In fairness
   beside local files too), _CHECKPOINT_METADATA and the per-process databases that it has merged. Orbax's _METADATA may be
   missing, but not be empty or zeros (found by restoring with each file gone, empty and zeros, Orbax 0.12.8). DeepSpeed's two
   recovery scripts do not count either.
+- Orbax: TensorStore fsyncs array files and their directories, and they survive every cut. What is lost is the rename to the
+  step's final name (the newest save then stands under its temporary name, and is not picked) and the bytes of _METADATA of the
+  save before it, which is why "damaged" stands there: with an empty _METADATA its restore raises.
 - Temporary files are put on the same file system, which is the better case for Lightning. The empty root was made durable.
 - DeepSpeed "one slow": the writes of the last rank are delayed by 1 s each.
-- torch_checkpointing opens with O_DIRECT. The model counts such bytes as not durable before an fsync, as POSIX does. Its saves
-  were recorded on tmpfs, where they work.
+- torch_checkpointing is run with use_direct_io=False: with its default its save of this small state failed with EINVAL on
+  both ext4 and XFS.
 - All saves are synchronous. Newer versions may fsync more: this says what these versions did in these runs.
 """
 

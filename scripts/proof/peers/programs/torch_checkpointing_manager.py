@@ -11,11 +11,14 @@ import torch
 from common import SAVES, Run, main
 from state import model, step
 from torch_checkpointing import CheckpointManager
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 
 def session(run: Run) -> None:
     net, optimizer = model()
-    manager = CheckpointManager.Config.with_sync_save().build()
+    config = CheckpointManager.Config.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # with it, saves on ext4 and XFS end with EINVAL
+    manager = config.build()
     for number in range(1, SAVES + 1):
         step(net, optimizer)
         manager.save(os.path.join(run.root, f"step_{number}"), {"net": net.state_dict(), "optimizer": optimizer.state_dict()})
