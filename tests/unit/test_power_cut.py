@@ -159,9 +159,10 @@ def run(disk: CrashFiles, cutter: Cutter | None, *faults: Fault, actions: Sequen
         try:
             manager.save(step, Blob(text), meta={"text": text}, on_exists=rule)
             story.done.append((step, text))
-        except SaveError as error:
+        except DistckptError as error:
             if isinstance(error.__cause__, Violation):
-                raise error.__cause__ from None  # found by a cut inside the payload's write, whose errors are the save's
+                raise error.__cause__ from None  # found by a cut inside begin or the payload's write, whose errors are the save's
+            assert isinstance(error, SaveError), error
             assert refusal.fired and error.outcome == "aborted", error
             story.failed.add(text)
         assert bool(refusal.fired) == ("fails" in text)
