@@ -299,14 +299,14 @@ def _stops_writing(rank: int, world: int, root: str) -> int:
     written = 0
 
     class Slow(FaultyFiles):
-        def _do(self, op: str, path: str, *args: Any) -> Any:
+        def _do(self, op: str, path: str, *args: Any, **more: Any) -> Any:
             nonlocal written
             if op == "write" and rank == 0 and "/staging/" in path and "state" in path:
                 written += 1
                 if written == 4:
                     signal("under-way")
                     await_signal("failed")
-            return super()._do(op, path, *args)
+            return super()._do(op, path, *args, **more)
 
     class Bad:
         def state_dict(self) -> Any:

@@ -1,0 +1,332 @@
+"""The mutants: each ordering rule of the code is broken in turn, in a copy, and some layer must turn red.
+
+``mutations`` makes them from the code; each is put into a copy of the repository and shown to the detectors, cheapest first,
+until one finds it. One that hangs is found. What no detector finds is a violation, unless ``equivalent.toml`` says why the
+change changes nothing that any promise rests on. Detectors must be green on the copy as it is.
+
+``python -m scripts.proof.mutants --only 12`` tries one, ``--file durable.py`` those of one file, ``--list`` numbers them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tomllib
+
+from scripts.proof.detect import family
+from scripts.proof.layer import Budget, Layer, Result
+from scripts.proof.mutations import FILES, Mutant, made
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+WORKERS = 2
+_COPIED = ("distckpt", "scripts", "tests", "pyproject.toml", "README.md")
+_PATIENCE = 60.0
+"""Seconds that a detector may take beyond four times what it took on the code as it is."""
+_LIMIT = 900.0
+
+_OWN: dict[str, tuple[str, ...]] = {
+    "saving/commit.py": ("test_commit.py", "test_recovery.py"),
+    "saving/committer.py": ("test_commit.py", "test_hooks.py"),
+    "saving/transaction.py": ("test_rank_files.py",),
+    "saving/files.py": ("test_rank_files.py", "test_payloads.py"),
+    "saving/finaliser.py": ("test_hooks.py",),
+    "saving/saver.py": ("test_hooks.py", "test_options.py"),
+    "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
+    "owned.py": ("test_owned.py",),
+    "recovery.py": ("test_recovery.py",),
+    "rotation.py": ("test_rotation.py", "test_leases.py"),
+    "janitor.py": ("test_leases.py", "test_rotation.py"),
+    "ownership.py": ("test_fencing.py", "test_ownership.py"),
+    "leases.py": ("test_leases.py",),
+    "coordination/gate.py": ("test_gate.py",),
+    "coordination/rounds.py": ("test_rounds.py",),
+    "coordination/group.py": ("test_bootstrap.py",),
+    "background.py": ("test_gate.py",),
+}
+
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py" for name in names)
+
+
+def _ranks(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/ranks/test_{name}.py" for name in names)
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A layer, or a part of it that takes a minute: what ``scripts.proof.detect`` is told in the copy."""
+
+    name: str
+    command: tuple[str, ...] = ()
+
+    def told(self, file: str) -> tuple[str, ...]:
+        if self.name != "unit":
+            return self.command
+        return ("pytest", "-k", "not nth_operation", *(f"tests/unit/{name}" for name in _OWN[file]))
+
+
+DETECTORS = (
+    Detector("unit"),
+    Detector("l0", ("l0",)),
+    Detector("power-cut", ("pytest", "-k", "not mutant", *_unit(
+        "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies", "power_cut",
+        "commit", "fault_loops"))),
+    Detector("gate", ("pytest", *_unit("gate", "rounds", "signals"))),
+    Detector("schedules", ("pytest", "tests/proof/test_schedules.py")),
+    Detector("order", ("pytest", "tests/crash/test_strace_order.py")),
+    Detector("ranks", ("pytest", *_ranks("decision", "one_step", "framework_files", "disagreement", "missing", "failures",
+                                         "background_failures", "series_and_leases", "leaving", "dead_storage"))),
+    Detector("l1", ("l1",)),
+    Detector("l2", ("l2",)),
+    Detector("rest", ("pytest", "--ignore=tests/proof", "--ignore=tests/crash/test_strace_order.py", "tests")),
+)
+
+
+@dataclass
+class Finding:
+    """``by``: the layer that found it, "hang (layer)", or "" when none did."""
+
+    mutant: str
+    by: str
+    seconds: float
+    how: str = ""
+
+
+def explained() -> list[dict[str, str]]:
+    """What ``equivalent.toml`` says: ``file``, ``where``, ``text``, ``why`` and, of two that change places, ``with``."""
+    entries: list[dict[str, str]] = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("equivalent", [])
+    return entries
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def speaks_of(entry: dict[str, str], mutant: Mutant) -> bool:
+    """Whether ``entry`` is about ``mutant``; a text may end in " ..." where it stands for more."""
+    def same(said: str, is_there: str) -> bool:
+        return _flat(is_there).startswith(said[:-4]) if said.endswith(" ...") else _flat(is_there) == said
+
+    return (entry["file"], entry["where"]) == (mutant.file, mutant.where) and same(entry["text"], mutant.original) and (
+        same(entry["with"], mutant.mutated) if "with" in entry else mutant.kind != "swapped")
+
+
+class Copy:
+    """A copy of the repository, into which one mutant at a time is put."""
+
+    def __init__(self, home: Path, of: Path = REPOSITORY) -> None:
+        self.home = home
+        for name in _COPIED:
+            source = of / name
+            if source.is_dir():
+                keep = None if of != REPOSITORY else shutil.ignore_patterns("__pycache__", ".*_cache")
+                shutil.copytree(source, home / name, ignore=keep)
+            else:
+                shutil.copy2(source, home / name)
+        self.package = home / "distckpt"
+
+    def put(self, mutant: Mutant) -> None:
+        mutant.apply(self.package)
+        path = self.package / mutant.file
+        for old in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            old.unlink()  # the time and the size that it goes by may be the same
+
+    def restore(self, mutant: Mutant) -> None:
+        (self.package / mutant.file).write_bytes((REPOSITORY / "distckpt" / mutant.file).read_bytes())
+
+    def detect(self, told: Sequence[str], limit: float, remember: bool = False) -> tuple[int | None, str]:
+        """(exit code, what it said in short) of one detector; None when it hung."""
+        temporary = Path(tempfile.mkdtemp(prefix="run-", dir=self.home))
+        env = {**os.environ, "PYTHONPATH": str(self.home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
+               "PYTHONDONTWRITEBYTECODE": "" if remember else "1"}
+        out = temporary / "out.txt"
+        with out.open("wb") as log:
+            child = subprocess.Popen(["nice", "-n", "10", sys.executable, "-m", "scripts.proof.detect", *told], cwd=self.home,
+                                     env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code: int | None = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+                for each in (*family(child.pid), child.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
+                child.wait()
+        text = out.read_text(errors="replace")
+        shutil.rmtree(temporary, ignore_errors=True)
+        return code, _said(text)
+
+
+def _said(text: str) -> str:
+    lines = text.splitlines()
+    for line in lines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line[:200]
+    return next((line[:200] for line in reversed(lines) if line.strip()), "")
+
+
+class Hunt:
+    """Detectors on copies, ``WORKERS`` at a time."""
+
+    def __init__(self, home: Path, detectors: Sequence[Detector] = DETECTORS, workers: int = WORKERS,
+                 tell: Callable[[str], None] = lambda line: None) -> None:
+        self.detectors, self.tell = detectors, tell
+        self.limits: dict[str, float] = {}
+        self._home, self._workers = home, workers
+        self._copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        self._first = Copy(home / "copy-0")
+
+    def green(self, files: Iterable[str]) -> None:
+        """Every detector on the code as it is, which sets its limit. RuntimeError when one is red."""
+        todo = [(f"unit {file}", one, file) for one in self.detectors if one.name == "unit" for file in sorted(set(files))]
+        todo += [(one.name, one, "") for one in self.detectors if one.name != "unit"]
+        with ThreadPoolExecutor(self._workers) as pool:
+            for name, code, said, seconds in pool.map(lambda each: self._tried(*each), todo):
+                if code != 0:
+                    raise RuntimeError(f"{name} is not green on the code as it is: {code}, {said}")
+                self.limits[name] = _PATIENCE + 4 * seconds
+                self.tell(f"{name} is green on the code as it is: {seconds:.0f} s")
+        self._copies.put(self._first)
+        for number in range(1, self._workers):
+            self._copies.put(Copy(self._home / f"copy-{number}", self._first.home))
+
+    def _tried(self, name: str, detector: Detector, file: str) -> tuple[str, int | None, str, float]:
+        begun = time.monotonic()
+        code, said = self._first.detect(detector.told(file), _LIMIT, remember=True)
+        return name, code, said, time.monotonic() - begun
+
+    def find(self, mutants: Iterable[Mutant], go_on: Callable[[], bool]) -> list[Finding]:
+        """What became of each, until ``go_on`` says no."""
+        waiting = list(mutants)
+        taken, lock, found = iter(waiting), threading.Lock(), list[Finding]()
+
+        def work() -> None:
+            copy = self._copies.get()
+            try:
+                while go_on():
+                    with lock:
+                        mutant = next(taken, None)
+                    if mutant is None:
+                        return
+                    one = self._one(copy, mutant)
+                    with lock:
+                        found.append(one)
+                        self.tell(f"{one.mutant} | {one.by or 'SURVIVED'} | {one.seconds:.0f} s | {one.how}")
+            finally:
+                self._copies.put(copy)
+
+        with ThreadPoolExecutor(self._workers) as pool:
+            for done in [pool.submit(work) for _ in range(self._workers)]:
+                done.result()
+        return found
+
+    def _one(self, copy: Copy, mutant: Mutant) -> Finding:
+        begun = time.monotonic()
+        by, how = "", ""
+        copy.put(mutant)
+        try:
+            for detector in self.detectors:
+                limit = self.limits[f"unit {mutant.file}" if detector.name == "unit" else detector.name]
+                code, said = copy.detect(detector.told(mutant.file), limit)
+                if code != 0:
+                    by, how = (f"hang ({detector.name})", "") if code is None else (detector.name, said)
+                    break
+        finally:
+            copy.restore(mutant)
+        return Finding(str(mutant), by, round(time.monotonic() - begun, 1), how)
+
+
+def ordered(mutants: Sequence[Mutant], seed: int) -> list[Mutant]:
+    """All of them, mixed: a run that ends early has been everywhere, and one of another seed begins elsewhere."""
+    mixed = list(mutants)
+    random.Random(seed).shuffle(mixed)
+    return mixed
+
+
+def run(budget: Budget) -> Result:
+    mutants = made(REPOSITORY / "distckpt")
+    entries = explained()
+    todo = [mutant for mutant in ordered(mutants, budget.seed) if not any(speaks_of(entry, mutant) for entry in entries)]
+    found = hunt(todo, budget, lambda line: print(line, flush=True))
+    result = Result("mutants", runs=len(found), states=len(mutants), distinct=len({one.mutant for one in found}))
+    result.violations = [f"nothing finds it: {one.mutant}" for one in found if not one.by]
+    result.slowest = max((one.seconds for one in found), default=0.0)
+    by = Counter(one.by for one in found if one.by)
+    layers = ", ".join(f"{name} {count}" for name, count in by.most_common())
+    result.covers = (f"{sum(by.values())} of {len(found)} found ({layers}); {len(mutants) - len(todo)} of {len(mutants)} are "
+                     f"explained, {len(todo) - len(found)} not tried")
+    return result
+
+
+def hunt(todo: Sequence[Mutant], budget: Budget, tell: Callable[[str], None], detectors: Sequence[Detector] = DETECTORS,
+         ) -> list[Finding]:
+    """Show ``todo`` to the detectors while the budget lasts."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    home = Path(tempfile.mkdtemp(prefix="distckpt-mutants-", dir=place))
+    try:
+        hunting = Hunt(home, detectors, tell=tell)
+        hunting.green({mutant.file for mutant in todo})
+        return hunting.find(todo, lambda: budget.left > 0)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def missing() -> str | None:
+    if not sys.platform.startswith("linux"):
+        return "Linux (/proc)"
+    return None
+
+
+LAYER = Layer("mutants", "each ordering rule of the code broken in turn", missing, run, quick_seconds=0.0, full_seconds=1800.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.proof.mutants", description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--file", choices=FILES, action="append")
+    parser.add_argument("--only", type=int, action="append", help="a number that --list shows")
+    parser.add_argument("--explained", action="store_true", help="try those of equivalent.toml as well")
+    parser.add_argument("--detector", action="append", choices=[one.name for one in DETECTORS])
+    parser.add_argument("--seconds", type=float, default=LAYER.full_seconds)
+    parser.add_argument("--out", type=Path, help="append one JSON line for each")
+    asked = parser.parse_args()
+    mutants, entries = made(REPOSITORY / "distckpt"), explained()
+    numbered = [(number, mutant) for number, mutant in enumerate(mutants)
+                if (asked.file is None or mutant.file in asked.file) and (asked.only is None or number in asked.only)
+                and (asked.explained or not any(speaks_of(entry, mutant) for entry in entries))]
+    if asked.list:
+        for number, mutant in numbered:
+            print(number, mutant)
+        return 0
+    chosen = [one for one in DETECTORS if asked.detector is None or one.name in asked.detector]
+    found = hunt([mutant for _, mutant in numbered], Budget(asked.seconds), lambda line: print(line, flush=True), chosen)
+    if asked.out:
+        with asked.out.open("a", encoding="utf-8") as out:
+            for one in found:
+                out.write(json.dumps(asdict(one)) + "\n")
+    survived = [one for one in found if not one.by]
+    print(f"{len(found)} mutants, {len(found) - len(survived)} found, {len(survived)} not")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""One-line mutants of the ordering code, made from the code itself by a walk over its syntax trees.
+
+*removed*: a statement that syncs, closes, claims, moves away, marks or tells is replaced by ``pass``; a check that refuses (of a
+size, a digest, a lease, a refusal, a number) never refuses. *swapped*: two neighbours that both order something change
+places, where no value runs from the one to the other. Two syncs with nothing between have no order, and are not swapped.
+``PICKED`` adds what no rule makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
+         "saving/saver.py", "durable.py", "owned.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py", "leases.py",
+         "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
+
+_SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
+_CALLS = _SYNCS | {
+    "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
+    "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",  # names
+    "check", "_refuse_leased", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
+    "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
+    "freeze", "act", "cancel", "again", "lose"}  # the gate
+_OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "discard": set(),
+       "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"}}
+"""Names too common to go by alone: only of these receivers."""
+_MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq"}
+_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner)\b")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``original`` in ``file`` (below the package), in the function ``where``, becomes ``mutated``."""
+
+    file: str
+    line: int
+    where: str
+    kind: str
+    original: str
+    mutated: str
+    start: int
+    end: int
+    put: bytes
+
+    def __str__(self) -> str:
+        if self.kind == "swapped":
+            return f"{self.file}:{self.line} {self.where}: {shown(self.original)} changes places with {shown(self.mutated)}"
+        return f"{self.file}:{self.line} {self.where}: {shown(self.original)} becomes {shown(self.mutated)}"
+
+    def apply(self, package: Path) -> None:
+        """Change the file in a copy of the package."""
+        path = package / self.file
+        source = path.read_bytes()
+        path.write_bytes(source[:self.start] + self.put + source[self.end:])
+
+
+def shown(text: str, width: int = 90) -> str:
+    flat = " ".join(text.split())
+    return f"`{flat}`" if len(flat) <= width else f"`{flat[:width - 4]} ...`"
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A mutant chosen by hand: ``text`` stands in ``file`` once."""
+
+    file: str
+    text: str
+    put: str
+
+
+PICKED = (
+    Picked("durable.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL |", "os.O_WRONLY | os.O_CREAT |"),
+    Picked("durable.py", "reversed(below)", "below"),
+    Picked("saving/transaction.py", "return self._client.claim(self._decision, {decision: True}).get(decision) is True",
+           "return True"),
+    Picked("saving/transaction.py", "progress=True, abort=self._decision)", "progress=True)"),
+    Picked("saving/files.py", "reverse=True", "reverse=False"),
+    Picked("ownership.py", "generation = top + 1", "generation = max(top, 1)"),
+    Picked("recovery.py", "key=lambda c: c[0]", "key=lambda c: -c[0]"),
+    Picked("coordination/gate.py", "for answer in answers.values()) + 1", "for answer in answers.values())"),
+    Picked("coordination/rounds.py", "rounds.client.claim(key, {\"error\": to_wire(error), \"by\": rounds.rank})",
+           "rounds.client.set(key, {\"error\": to_wire(error), \"by\": rounds.rank})"),
+)
+
+
+def made(package: Path, files: Sequence[str] = FILES) -> list[Mutant]:
+    """Every mutant of ``files``, in the order of the code, those picked by hand last."""
+    found: list[Mutant] = []
+    for file in files:
+        source = (package / file).read_bytes()
+        walk = _Walk(file, source)
+        walk.function(ast.parse(source).body, "")
+        found += walk.found
+    for one in PICKED:
+        if one.file in files:
+            found.append(_picked(package, one))
+    return found
+
+
+def _picked(package: Path, one: Picked) -> Mutant:
+    source, text = (package / one.file).read_bytes(), one.text.encode()
+    if source.count(text) != 1:
+        raise ValueError(f"{one.file} holds {one.text!r} {source.count(text)} times")
+    at = source.index(text)
+    return Mutant(one.file, source[:at].count(b"\n") + 1, "picked", "picked", one.text, one.put, at, at + len(text),
+                  one.put.encode())
+
+
+class _Walk:
+    def __init__(self, file: str, source: bytes) -> None:
+        self.file, self.source = file, source
+        self._lines = [0]
+        for line in source.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line))
+        self.found: list[Mutant] = []
+
+    def _span(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
+
+    def _text(self, node: ast.stmt | ast.expr) -> bytes:
+        start, end = self._span(node)
+        return self.source[start:end]
+
+    def function(self, body: Sequence[ast.stmt], where: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                self.function(node.body, f"{where}.{node.name}" if where else node.name)
+        if where and not where.endswith("__init__"):
+            self._block(body, where)
+
+    def _block(self, body: Sequence[ast.stmt], where: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                continue
+            if _removable(node):
+                self._add(node, where, "removed", "pass", *self._span(node), b"pass")
+            elif isinstance(node, ast.If) and _refuses(node):
+                self._add(node.test, where, "removed", "False", *self._span(node.test), b"False")
+            for inner in _blocks(node):
+                self._block(inner, where)
+        for one, other in zip(body, body[1:], strict=False):
+            if _orders(one) and _orders(other) and _independent(one, other):
+                start, middle = self._span(one)
+                later, end = self._span(other)
+                self._add(one, where, "swapped", self._text(other).decode(), start, end,
+                          self._text(other) + self.source[middle:later] + self._text(one))
+
+    def _add(self, node: ast.stmt | ast.expr, where: str, kind: str, mutated: str, start: int, end: int, put: bytes) -> None:
+        self.found.append(Mutant(self.file, node.lineno, where, kind, self._text(node).decode(), mutated, start, end, put))
+
+
+def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        inner = getattr(node, name, None)
+        if inner:
+            yield inner
+    for handler in getattr(node, "handlers", ()):
+        yield handler.body
+
+
+def _called(node: ast.AST) -> str | None:
+    """The name of an ordering call."""
+    if not isinstance(node, ast.Call):
+        return None
+    function = node.func
+    if isinstance(function, ast.Name):
+        return function.id if function.id in _CALLS else None
+    if not isinstance(function, ast.Attribute):
+        return None
+    receiver = function.value
+    last = receiver.attr if isinstance(receiver, ast.Attribute) else receiver.id if isinstance(receiver, ast.Name) else ""
+    if last == "os" and function.attr == "close":
+        return None  # of a descriptor that only read; the one that wrote is closed by ``_File.close``
+    known = last in _OF[function.attr] if function.attr in _OF else function.attr in _CALLS
+    return function.attr if known else None
+
+
+def _marked(target: ast.expr) -> bool:
+    if isinstance(target, ast.Subscript):
+        target = target.value
+    if isinstance(target, ast.Tuple):
+        return any(map(_marked, target.elts))
+    return isinstance(target, ast.Attribute) and target.attr in _MARKS
+
+
+def _removable(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr):
+        return _called(node.value) is not None
+    if isinstance(node, ast.Assign):
+        return any(map(_marked, node.targets))
+    return isinstance(node, ast.AugAssign) and _marked(node.target)
+
+
+def _refuses(node: ast.If) -> bool:
+    """A check that ends the way of what is wrong."""
+    ends = isinstance(node.body[-1], (ast.Raise, ast.Return, ast.Continue, ast.Break))
+    return ends and not node.orelse and _CHECKS.search(ast.unparse(node.test)) is not None
+
+
+def _orders(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.Return, ast.Raise, ast.FunctionDef, ast.ClassDef)):
+        return False
+    return _removable(node) or any(
+        _called(inner) or isinstance(inner, ast.Attribute) and inner.attr in ("place", "flag") for inner in ast.walk(node))
+
+
+def _only_syncs(node: ast.stmt) -> bool:
+    if isinstance(node, ast.For):
+        return all(map(_only_syncs, node.body))
+    return isinstance(node, ast.Expr) and _called(node.value) in _SYNCS
+
+
+def _independent(one: ast.stmt, other: ast.stmt) -> bool:
+    if all(_only_syncs(node) for node in (one, other)) or ast.dump(one) == ast.dump(other):
+        return False
+    names = [{n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} for node in (one, other)]
+    loads = {n.id for n in ast.walk(other) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return not names[0] & (loads | names[1])
