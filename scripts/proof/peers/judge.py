@@ -141,7 +141,7 @@ class Tally:
 
 @dataclass
 class Judge:
-    """All crash states of a recording, each distinct one shown to the peer's rule once."""
+    """All crash states of a recording, each distinct one shown to the peer's rule once. ``after``: cuts after such steps only."""
 
     peer: Peer
     recording: Recording
@@ -150,6 +150,7 @@ class Judge:
     limit: int
     seed: int = 0
     known: dict[bytes, int] = field(default_factory=dict)
+    after: type[Step] = Step
 
     def run(self) -> dict[str, Tally]:
         return {mode: self.mode(mode) for mode in MODES}
@@ -157,6 +158,8 @@ class Judge:
     def _trees(self, mode: str) -> Iterator[tuple[int, Point, Tree]]:
         """(number of the step, the disk after it, what a cut there may leave of the root)."""
         for number, point in enumerate(self.recording.points(journal=mode == "ordered")):
+            if not isinstance(point.step, self.after):
+                continue
             if mode == "kill":
                 yield number, point, tree_of(point.disk, self.recording.root)
                 continue

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from distckpt.testing.replay import Mark
 from distckpt.testing.trace import TraceError
 from scripts.proof.peers import power
 from scripts.proof.peers.judge import MODES, Judge, Picker, Server, Tally, goldens
@@ -68,7 +69,7 @@ def _measure(row: Row, scratch: Path, states: int, cuts: int, seed: int) -> None
         judge = Judge(peer, recording, picker, golden, states, seed)
         row.tallies = judge.run()
         for kind in ("file", "dir") if peer.ours else ():
-            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 2, seed, judge.known)
+            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 64, seed, judge.known, Mark)
             row.controls[kind] = {"weak": blind.mode("weak")}
         if cuts and power.missing() is None:
             with Server(peer, "cuts", scratch / "cuts.log") as saver:
@@ -193,7 +194,8 @@ def document(found: list[Row], states: int) -> str:
     controls = [f"- {row.peer.name} without its fsyncs of {NAMES[kind]}: {', '.join(f'{m} {_cell(t)}' for m, t in modes.items())}"
                 for row in found for kind, modes in row.controls.items()]
     if controls:
-        parts.append("\nControl: the same recording with fsyncs left out must be bad, or the test sees nothing:\n")
+        parts.append("\nControl: the same recording with fsyncs left out, cut right after each acknowledgement. It must be bad, "
+                     "or the test sees nothing:\n")
         parts += controls
     return "\n".join(parts) + "\n\n" + NOTES.format(states=states)
 
