@@ -12,10 +12,11 @@ import pytest
 
 from distckpt import catalog
 from distckpt.catalog import RootRecord
-from distckpt.durable import REAL, discard
+from distckpt.durable import REAL
 from distckpt.errors import NoUsableCheckpoint, StepNotFound
 from distckpt.layout import MARKER, Layout
 from distckpt.reader import Root
+from distckpt.removal import discard
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Operation, call
 from tests.support import ROOT, RUN, STEP, make_checkpoint
@@ -24,7 +25,7 @@ from tests.support import ROOT, RUN, STEP, make_checkpoint
 def rotate(disk: CrashFiles, old: int, new: int) -> None:
     """The run goes on by one checkpoint, with ``keep_last=1``."""
     make_checkpoint(disk, new)
-    discard(disk, f"{ROOT}/step-{old}", MARKER)
+    discard(disk, ROOT, f"{ROOT}/step-{old}", MARKER)
 
 
 def root_with_step_1() -> CrashFiles:
