@@ -38,6 +38,11 @@ class Server:
         self._child.wait()
         self._log.close()
 
+    def complaint(self) -> str:
+        """The last thing it printed."""
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
     def ask(self, line: str, limit: float = LIMIT) -> dict[str, object]:
         """RuntimeError when it does not answer within ``limit`` seconds: the log says more."""
         assert self._child.stdin is not None and self._child.stdout is not None

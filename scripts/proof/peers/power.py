@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from scripts.proof.peers.judge import Content, Goldens, Picker, Server, verdict
 from scripts.proof.peers.known import Peer
 from scripts.proof.peers.recording import read_tree
 
-SYSTEMS = {"ext4": (64, ["mkfs.ext4", "-q", "-F"]), "xfs": (320, ["mkfs.xfs", "-q", "-f"])}
+SYSTEMS = {"ext4": (64, ["mkfs.ext4", "-q", "-F"], "loop"), "xfs": (320, ["mkfs.xfs", "-q", "-f"], "loop,nouuid")}
 LIMIT = 120.0
 
 
@@ -24,15 +25,15 @@ def missing() -> str | None:
     """What this machine lacks for it, or None."""
     if os.geteuid() != 0:
         return "root, for mounts"
-    lacks = [tools[0] for _, tools in SYSTEMS.values() if shutil.which(tools[0]) is None]
+    lacks = [tools[0] for _, tools, _ in SYSTEMS.values() if shutil.which(tools[0]) is None]
     return f"{', '.join(lacks)} (apt-get install e2fsprogs xfsprogs)" if lacks else None
 
 
 @contextmanager
-def mounted(image: Path, folder: Path) -> Iterator[None]:
+def mounted(image: Path, folder: Path, options: str) -> Iterator[None]:
     """``image`` on ``folder``. Mounting is what recovers it after a cut."""
     folder.mkdir(exist_ok=True)
-    _call("mount", "-o", "loop", str(image), str(folder))
+    _call("mount", "-o", options, str(image), str(folder))
     try:
         yield
     finally:
@@ -51,28 +52,31 @@ def cut(peer: Peer, system: str, server: Server, picker: Picker, scratch: Path) 
     """What is wrong after one cut (nothing: all is well), and how many files of the newest save are still there.
 
     RuntimeError when the peer could not save there at all."""
+    with tempfile.TemporaryDirectory(dir=scratch) as here:
+        return _cut(peer, system, server, picker, Path(here))
+
+
+def _cut(peer: Peer, system: str, server: Server, picker: Picker, scratch: Path) -> tuple[str, str]:
     image, folder, copies = scratch / "image", scratch / "mount", scratch / "copies"
-    size, make = SYSTEMS[system]
-    image.unlink(missing_ok=True)
+    size, make, options = SYSTEMS[system]
     with image.open("wb") as out:
         out.truncate(size << 20)
     _call(*make, str(image))
-    with mounted(image, folder):
+    copies.mkdir()
+    with mounted(image, folder, options):
         for name in ("root", "tmp"):
             (folder / "work" / name).mkdir(parents=True)
-    shutil.rmtree(copies, ignore_errors=True)
-    copies.mkdir()
-    with mounted(image, folder):
+        _call("sync", "-f", str(folder))
         asked = {"work": str(folder / "work"), "copies": str(copies), "mount": str(folder)}
         answer = server.ask(json.dumps(asked), LIMIT)
         if answer["code"]:
-            raise RuntimeError(f"its save failed on {system}")
+            raise RuntimeError(f"its save failed on {system}: {server.complaint()}")
         if _writable(folder):
             raise RuntimeError(f"{peer.name}: {system} was not shut down")
     after = scratch / "after"
-    # A process in another mount namespace may hold the mount a while longer, and the image would come back shut down.
+    # A process in another mount namespace may hold the mount a while longer: the image would come back shut down.
     _call("cp", "--sparse=always", str(image), str(after))
-    with mounted(after, folder):
+    with mounted(after, folder, options):
         left = read_tree(folder / "work" / "root")
     golden: dict[int, Content] = {}
     for number, copy in enumerate(sorted(copies.iterdir(), key=lambda path: int(path.name)), 1):

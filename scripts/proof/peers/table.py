@@ -170,9 +170,9 @@ In fairness
   beside local files too), _CHECKPOINT_METADATA and the per-process databases that it has merged. Orbax's _METADATA may be
   missing, but not be empty or zeros (found by restoring with each file gone, empty and zeros, Orbax 0.12.8). DeepSpeed's two
   recovery scripts do not count either.
-- Orbax: TensorStore fsyncs array files and their directories, and they survive every cut. What is lost is the rename to the
-  step's final name (the newest save then stands under its temporary name, and is not picked) and the bytes of _METADATA of the
-  save before it, which is why "damaged" stands there: with an empty _METADATA its restore raises.
+- Orbax: TensorStore fsyncs array files and their directories. In an ext4 cut that was looked into, the arrays of all saves were
+  there; lost were the rename to the newest step's final name (it stood under its temporary name, and was not picked) and the
+  bytes of _METADATA of the save before it. With an empty _METADATA its restore raises, so "damaged" stands there.
 - Temporary files are put on the same file system, which is the better case for Lightning. The empty root was made durable.
 - DeepSpeed "one slow": the writes of the last rank are delayed by 1 s each.
 - torch_checkpointing is run with use_direct_io=False: with its default its save of this small state failed with EINVAL on

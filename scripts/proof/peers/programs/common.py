@@ -45,7 +45,8 @@ class Run:
         if self.rank:
             return
         if self.copies:
-            shutil.copytree(self.root, f"{self.copies}/{number}", symlinks=True)
+            with contextlib.suppress(shutil.Error):  # something is deleted beside, by a thread of the peer; the rest is copied
+                shutil.copytree(self.root, f"{self.copies}/{number}", symlinks=True)
         with contextlib.suppress(OSError):
             os.write(MARK, b"ACK %d" % number)
         if self.mount and number == SAVES:
