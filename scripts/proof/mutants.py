@@ -50,10 +50,10 @@ _OWN: dict[str, tuple[str, ...]] = {
     "saving/finaliser.py": ("test_hooks.py",),
     "saving/saver.py": ("test_hooks.py", "test_options.py"),
     "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
-    "owned.py": ("test_owned.py",),
-    "recovery.py": ("test_recovery.py",),
-    "rotation.py": ("test_rotation.py", "test_leases.py"),
-    "janitor.py": ("test_leases.py", "test_rotation.py"),
+    "owned.py": ("test_owned.py", "test_rotation.py"),
+    "recovery.py": ("test_order.py", "test_recovery.py"),
+    "rotation.py": ("test_order.py", "test_rotation.py", "test_leases.py"),
+    "janitor.py": ("test_order.py", "test_leases.py", "test_rotation.py"),
     "ownership.py": ("test_fencing.py", "test_ownership.py"),
     "leases.py": ("test_leases.py",),
     "coordination/gate.py": ("test_gate.py",),
@@ -88,8 +88,8 @@ DETECTORS = (
     Detector("unit"),
     Detector("l0", ("l0",)),
     Detector("power-cut", ("pytest", "-k", "not mutant", *_unit(
-        "order", "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies", "power_cut",
-        "commit", "fault_loops"))),
+        "order", "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies",
+        "power_cut", "commit", "fault_loops"))),
     Detector("gate", ("pytest", *_unit("gate", "rounds", "signals"))),
     Detector("schedules", ("pytest", "tests/proof/test_schedules.py")),
     Detector("order", ("pytest", "tests/crash/test_strace_order.py")),
@@ -99,6 +99,17 @@ DETECTORS = (
     Detector("l2", ("l2",)),
     Detector("rest", ("pytest", "--ignore=tests/proof", "--ignore=tests/crash/test_strace_order.py", "tests")),
 )
+
+
+_NEAR = ("unit", "l0", "gate", "ranks", "schedules")
+_TALKS = ("saving/committer.py", "saving/transaction.py", "saving/saver.py", "saving/finaliser.py", "background.py")
+
+
+def in_turn(detectors: Sequence[Detector], file: str) -> list[Detector]:
+    """What speaks with other ranks, or waits for them, is shown to ranks before it is shown to power cuts."""
+    talks = file in _TALKS or file.startswith("coordination/")
+    near = _NEAR if talks else ()
+    return sorted(detectors, key=lambda one: near.index(one.name) if one.name in near else len(near))
 
 
 @dataclass
@@ -251,7 +262,7 @@ class Hunt:
         by, how = "", ""
         copy.put(mutant)
         try:
-            for detector in self.detectors:
+            for detector in in_turn(self.detectors, mutant.file):
                 limit = self.limits[f"unit {mutant.file}" if detector.name == "unit" else detector.name]
                 code, said = copy.detect(detector.told(mutant.file), limit)
                 if code != 0:
