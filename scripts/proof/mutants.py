@@ -43,17 +43,17 @@ _PATIENCE = 60.0
 _LIMIT = 900.0
 
 _OWN: dict[str, tuple[str, ...]] = {
-    "saving/commit.py": ("test_commit.py", "test_recovery.py"),
+    "saving/commit.py": ("test_order.py", "test_commit.py", "test_recovery.py"),
     "saving/committer.py": ("test_commit.py", "test_hooks.py"),
     "saving/transaction.py": ("test_rank_files.py",),
     "saving/files.py": ("test_rank_files.py", "test_payloads.py"),
     "saving/finaliser.py": ("test_hooks.py",),
     "saving/saver.py": ("test_hooks.py", "test_options.py"),
     "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
-    "owned.py": ("test_owned.py",),
-    "recovery.py": ("test_recovery.py",),
-    "rotation.py": ("test_rotation.py", "test_leases.py"),
-    "janitor.py": ("test_leases.py", "test_rotation.py"),
+    "owned.py": ("test_owned.py", "test_rotation.py"),
+    "recovery.py": ("test_order.py", "test_recovery.py"),
+    "rotation.py": ("test_order.py", "test_rotation.py", "test_leases.py"),
+    "janitor.py": ("test_order.py", "test_leases.py", "test_rotation.py"),
     "ownership.py": ("test_fencing.py", "test_ownership.py"),
     "leases.py": ("test_leases.py",),
     "coordination/gate.py": ("test_gate.py",),
@@ -88,8 +88,8 @@ DETECTORS = (
     Detector("unit"),
     Detector("l0", ("l0",)),
     Detector("power-cut", ("pytest", "-k", "not mutant", *_unit(
-        "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies", "power_cut",
-        "commit", "fault_loops"))),
+        "order", "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies",
+        "power_cut", "commit", "fault_loops"))),
     Detector("gate", ("pytest", *_unit("gate", "rounds", "signals"))),
     Detector("schedules", ("pytest", "tests/proof/test_schedules.py")),
     Detector("order", ("pytest", "tests/crash/test_strace_order.py")),
@@ -101,6 +101,17 @@ DETECTORS = (
 )
 
 
+_NEAR = ("unit", "l0", "gate", "ranks", "schedules")
+_TALKS = ("saving/committer.py", "saving/transaction.py", "saving/saver.py", "saving/finaliser.py", "background.py")
+
+
+def in_turn(detectors: Sequence[Detector], file: str) -> list[Detector]:
+    """What speaks with other ranks, or waits for them, is shown to ranks before it is shown to power cuts."""
+    talks = file in _TALKS or file.startswith("coordination/")
+    near = _NEAR if talks else ()
+    return sorted(detectors, key=lambda one: near.index(one.name) if one.name in near else len(near))
+
+
 @dataclass
 class Finding:
     """``by``: the layer that found it, "hang (layer)", or "" when none did."""
@@ -109,6 +120,13 @@ class Finding:
     by: str
     seconds: float
     how: str = ""
+
+
+Tell = Callable[[str, Finding | None], None]
+"""Called with a line for people, and with the finding when there is one."""
+
+
+def _silent(line: str, one: Finding | None) -> None: ...
 
 
 def explained() -> list[dict[str, str]]:
@@ -187,23 +205,24 @@ class Hunt:
     """Detectors on copies, ``WORKERS`` at a time."""
 
     def __init__(self, home: Path, detectors: Sequence[Detector] = DETECTORS, workers: int = WORKERS,
-                 tell: Callable[[str], None] = lambda line: None) -> None:
+                 tell: Tell = _silent) -> None:
         self.detectors, self.tell = detectors, tell
         self.limits: dict[str, float] = {}
         self._home, self._workers = home, workers
         self._copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._first = Copy(home / "copy-0")
 
-    def green(self, files: Iterable[str]) -> None:
-        """Every detector on the code as it is, which sets its limit. RuntimeError when one is red."""
+    def green(self, files: Iterable[str], believed: float | None = None) -> None:
+        """Every detector on the code as it is, which sets its limit. RuntimeError when one is red. ``believed``: see ``hunt``."""
         todo = [(f"unit {file}", one, file) for one in self.detectors if one.name == "unit" for file in sorted(set(files))]
         todo += [(one.name, one, "") for one in self.detectors if one.name != "unit"]
         with ThreadPoolExecutor(self._workers) as pool:
-            for name, code, said, seconds in pool.map(lambda each: self._tried(*each), todo):
+            self.limits = {name: believed or _LIMIT for name, _, _ in todo}
+            for name, code, said, seconds in pool.map(lambda each: self._tried(*each), [] if believed else todo):
                 if code != 0:
                     raise RuntimeError(f"{name} is not green on the code as it is: {code}, {said}")
                 self.limits[name] = _PATIENCE + 4 * seconds
-                self.tell(f"{name} is green on the code as it is: {seconds:.0f} s")
+                self.tell(f"{name} is green on the code as it is: {seconds:.0f} s", None)
         self._copies.put(self._first)
         for number in range(1, self._workers):
             self._copies.put(Copy(self._home / f"copy-{number}", self._first.home))
@@ -229,7 +248,7 @@ class Hunt:
                     one = self._one(copy, mutant)
                     with lock:
                         found.append(one)
-                        self.tell(f"{one.mutant} | {one.by or 'SURVIVED'} | {one.seconds:.0f} s | {one.how}")
+                        self.tell(f"{one.mutant} | {one.by or 'SURVIVED'} | {one.seconds:.0f} s | {one.how}", one)
             finally:
                 self._copies.put(copy)
 
@@ -243,7 +262,7 @@ class Hunt:
         by, how = "", ""
         copy.put(mutant)
         try:
-            for detector in self.detectors:
+            for detector in in_turn(self.detectors, mutant.file):
                 limit = self.limits[f"unit {mutant.file}" if detector.name == "unit" else detector.name]
                 code, said = copy.detect(detector.told(mutant.file), limit)
                 if code != 0:
@@ -265,7 +284,7 @@ def run(budget: Budget) -> Result:
     mutants = made(REPOSITORY / "distckpt")
     entries = explained()
     todo = [mutant for mutant in ordered(mutants, budget.seed) if not any(speaks_of(entry, mutant) for entry in entries)]
-    found = hunt(todo, budget, lambda line: print(line, flush=True))
+    found = hunt(todo, budget, lambda line, one: print(line, flush=True))
     result = Result("mutants", runs=len(found), states=len(mutants), distinct=len({one.mutant for one in found}))
     result.violations = [f"nothing finds it: {one.mutant}" for one in found if not one.by]
     result.slowest = max((one.seconds for one in found), default=0.0)
@@ -276,14 +295,14 @@ def run(budget: Budget) -> Result:
     return result
 
 
-def hunt(todo: Sequence[Mutant], budget: Budget, tell: Callable[[str], None], detectors: Sequence[Detector] = DETECTORS,
-         ) -> list[Finding]:
-    """Show ``todo`` to the detectors while the budget lasts."""
+def hunt(todo: Sequence[Mutant], budget: Budget, tell: Tell, detectors: Sequence[Detector] = DETECTORS,
+         believed: float | None = None) -> list[Finding]:
+    """Show ``todo`` to the detectors while the budget lasts. ``believed``: that they are green, each within these seconds."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     home = Path(tempfile.mkdtemp(prefix="distckpt-mutants-", dir=place))
     try:
         hunting = Hunt(home, detectors, tell=tell)
-        hunting.green({mutant.file for mutant in todo})
+        hunting.green({mutant.file for mutant in todo}, believed)
         return hunting.find(todo, lambda: budget.left > 0)
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -306,8 +325,10 @@ def main() -> int:
     parser.add_argument("--only", type=int, action="append", help="a number that --list shows")
     parser.add_argument("--explained", action="store_true", help="try those of equivalent.toml as well")
     parser.add_argument("--detector", action="append", choices=[one.name for one in DETECTORS])
+    parser.add_argument("--believed", type=float, metavar="SECONDS",
+                        help="do not try the detectors on the code as it is, and give each so long")
     parser.add_argument("--seconds", type=float, default=LAYER.full_seconds)
-    parser.add_argument("--out", type=Path, help="append one JSON line for each")
+    parser.add_argument("--out", type=Path, help="append one JSON line for each; those it holds already are not tried")
     asked = parser.parse_args()
     mutants, entries = made(REPOSITORY / "distckpt"), explained()
     numbered = [(number, mutant) for number, mutant in enumerate(mutants)
@@ -318,11 +339,17 @@ def main() -> int:
             print(number, mutant)
         return 0
     chosen = [one for one in DETECTORS if asked.detector is None or one.name in asked.detector]
-    found = hunt([mutant for _, mutant in numbered], Budget(asked.seconds), lambda line: print(line, flush=True), chosen)
-    if asked.out:
-        with asked.out.open("a", encoding="utf-8") as out:
-            for one in found:
+    before = asked.out.read_text(encoding="utf-8").splitlines() if asked.out and asked.out.exists() else []
+    known = {json.loads(line)["mutant"] for line in before}
+    todo = [mutant for _, mutant in numbered if str(mutant) not in known]
+
+    def tell(line: str, one: Finding | None) -> None:
+        print(line, flush=True)
+        if one is not None and asked.out is not None:
+            with asked.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(one)) + "\n")
+
+    found = hunt(todo, Budget(asked.seconds), tell, chosen, asked.believed)
     survived = [one for one in found if not one.by]
     print(f"{len(found)} mutants, {len(found) - len(survived)} found, {len(survived)} not")
     return 1 if survived else 0

@@ -171,3 +171,19 @@ def test_S5_a_taker_never_takes_away_the_directories_of_a_newer_one(disk: CrashF
     with pytest.raises(RootInUse):
         Ownership.claim(files, LAYOUT, VirtualRuntime(clock, pid=2))
     assert files.fired and [i.name for i in disk.scan(LAYOUT.home("staging"))] == ["2", "3"]
+
+
+def test_S5_a_fence_that_stands_still_stands_after_a_cut(zombie: OwnedRoot, disk: CrashFiles) -> None:
+    """A server that lost its power gives nothing back to a zombie on another client."""
+    for state in disk.crash_states():
+        assert [i.name for i in state.scan(LAYOUT.home("staging"))] == ["2"]
+        assert [i.name for i in state.scan(LAYOUT.home("trash"))] == ["2"]
+
+
+def test_S5_what_two_generations_left_under_one_name_is_taken_from_both(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=1))
+    for generation in (1, 2):
+        write_payload(disk, LAYOUT.staging(generation, "stranger", "file"), b"of %d" % generation)
+    heir = open_owned(FaultyFiles(disk, die(300)), VirtualRuntime(clock, pid=2))  # an endless fence comes to an end
+    assert heir.generation == 3 and disk.scan(LAYOUT.staging(3)) == []
+    assert [i.name for i in disk.scan(LAYOUT.trash(3))] == ["stranger", "stranger.taken-staging-2"]

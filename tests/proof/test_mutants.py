@@ -1,0 +1,109 @@
+"""The mutants are made from the code, change what they say they change, only in a copy, and are found there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.proof import detect, mutants
+from scripts.proof.mutants import REPOSITORY, Copy, Detector, Hunt, explained, ordered, speaks_of
+from scripts.proof.mutations import FILES, PICKED, Mutant, made
+
+PACKAGE = REPOSITORY / "distckpt"
+
+
+@pytest.fixture(scope="module")
+def all_of_them() -> list[Mutant]:
+    return made(PACKAGE)
+
+
+def one(among: list[Mutant], where: str, original: str, mutated: str = "pass") -> Mutant:
+    found = [m for m in among if m.where == where and m.original.startswith(original) and m.mutated.startswith(mutated)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_every_file_of_the_ordering_code_gives_some_and_each_is_another_program(all_of_them: list[Mutant]) -> None:
+    assert len(all_of_them) > 200
+    assert {mutant.file for mutant in all_of_them} == set(FILES)
+    changed = set()
+    for mutant in all_of_them:
+        source = (PACKAGE / mutant.file).read_bytes()
+        broken = source[:mutant.start] + mutant.put + source[mutant.end:]
+        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(source)), mutant
+        changed.add((mutant.file, broken))
+    assert len(changed) == len(all_of_them)
+
+
+def test_the_rules_that_the_design_names_are_among_them(all_of_them: list[Mutant]) -> None:
+    one(all_of_them, "commit", "fsync_tree_dirs(files, staged)")
+    one(all_of_them, "commit", "owned.ownership.check()")
+    one(all_of_them, "commit", "files.fsync_dir(owned.layout.root)")
+    one(all_of_them, "commit", "fsync_tree_dirs(files, staged)", "write_new(")
+    one(all_of_them, "commit", "try:\n        fsync_tree_dirs", "try:\n        _move(")  # published before it is committed
+    one(all_of_them, "PieceWriter.close", "self._out.fsync()")
+    one(all_of_them, "PieceWriter.close", "self._out.close()")
+    one(all_of_them, "Transaction.finish", "self._client.claim(self._decision")
+    one(all_of_them, "to_trash", "files.fsync_dir(os.path.dirname(target))")
+    one(all_of_them, "_doubt", "owned.in_doubt[attempt]")
+    one(all_of_them, "Gate.freeze", "self._open.clear()", "ordinal, step = self.place")
+    one(all_of_them, "Background.poll", "gate.place =", "if gate.flag")
+    assert len([m for m in all_of_them if m.kind == "picked"]) == len(PICKED)
+
+
+def test_two_syncs_with_nothing_between_do_not_change_places(all_of_them: list[Mutant]) -> None:
+    for mutant in all_of_them:
+        if mutant.kind == "swapped":
+            assert not (mutant.original.startswith("files.fsync_dir(") and mutant.mutated.startswith("files.fsync_dir(")), mutant
+
+
+def test_what_is_explained_is_a_mutant_and_has_a_reason(all_of_them: list[Mutant]) -> None:
+    for entry in explained():
+        assert len(entry["why"]) > 40, entry
+        assert len([m for m in all_of_them if speaks_of(entry, m)]) == 1, entry
+
+
+def test_a_run_of_another_seed_begins_elsewhere(all_of_them: list[Mutant]) -> None:
+    assert ordered(all_of_them, 1) == ordered(all_of_them, 1) != ordered(all_of_them, 2)
+
+
+def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_path: Path, all_of_them: list[Mutant]) -> None:
+    source = (PACKAGE / "durable.py").read_bytes()
+    mutant = one(all_of_them, "to_trash", "files.fsync_dir(os.path.dirname(target))")
+    told: list[str] = []
+    hunt = Hunt(tmp_path, [Detector("durable", ("pytest", "tests/unit/test_durable.py"))], workers=1,
+                tell=lambda line, _: told.append(line))
+    hunt.green(["durable.py"])
+    (found,) = hunt.find([mutant], lambda: True)
+    assert found.by == "durable" and "test_durable.py::test_S21" in found.how, found
+    assert "is green" in told[0] and "| durable |" in told[1]
+    assert (PACKAGE / "durable.py").read_bytes() == (tmp_path / "copy-0" / "distckpt" / "durable.py").read_bytes() == source
+
+
+def test_whoever_imports_another_package_than_the_copy_is_noticed_and_so_is_whoever_hangs(tmp_path: Path) -> None:
+    copy = Copy(tmp_path / "copy")
+    assert copy.detect(("pytest", "tests/unit/test_durable.py"), limit=0.01) == (None, "")
+    copy.package.rename(tmp_path / "away")
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-m", "scripts.proof.detect", "pytest"], cwd=copy.home, env=env, capture_output=True,
+                          timeout=60)
+    assert done.returncode == detect.ELSEWHERE
+
+
+def test_detectors_are_red_before_they_are_believed(tmp_path: Path) -> None:
+    hunt = Hunt(tmp_path, [Detector("no test", ("pytest", "tests/unit/test_durable.py", "-k", "no such test"))], workers=1)
+    with pytest.raises(RuntimeError, match="not green on the code as it is"):
+        hunt.green(["durable.py"])
+
+
+def test_a_survivor_that_nobody_explains_is_a_violation(monkeypatch: pytest.MonkeyPatch, all_of_them: list[Mutant]) -> None:
+    lost, kept = all_of_them[:2]
+    monkeypatch.setattr(mutants, "hunt", lambda todo, budget, tell: [
+        mutants.Finding(str(lost), "", 2.0), mutants.Finding(str(kept), "unit", 1.0)])
+    result = mutants.run(mutants.Budget(1.0))
+    assert result.violations == [f"nothing finds it: {lost}"] and "1 of 2 found (unit 1)" in result.covers
