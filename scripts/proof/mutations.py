@@ -74,11 +74,9 @@ class Picked:
 
 PICKED = (
     Picked("durable.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL |", "os.O_WRONLY | os.O_CREAT |"),
-    Picked("durable.py", "reversed(below)", "below"),
     Picked("saving/transaction.py", "return self._client.claim(self._decision, {decision: True}).get(decision) is True",
            "return True"),
     Picked("saving/transaction.py", "progress=True, abort=self._decision)", "progress=True)"),
-    Picked("saving/files.py", "reverse=True", "reverse=False"),
     Picked("ownership.py", "generation = top + 1", "generation = max(top, 1)"),
     Picked("recovery.py", "key=lambda c: c[0]", "key=lambda c: -c[0]"),
     Picked("coordination/gate.py", "for answer in answers.values()) + 1", "for answer in answers.values())"),
