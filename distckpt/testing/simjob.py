@@ -144,7 +144,8 @@ class Job:
         ended.said = [text for book in self.books for manager in book.managers for text in manager.said]
         ended.said += [str(error) for error in ended.errors.values()]
         ended.disturbed = [what for book in self.books for what in book.disturbed]
-        ended.injected = [(os.strerror(getattr(errno, s.value or "EIO")),) for s in self.strikes if s.kind == "fail"]
+        ended.injected = [(os.strerror(getattr(errno, s.value or "EIO")),) for s in self.strikes
+                          if s.kind == "fail" or (s.kind == "lost" and len(self.strikes) > 1)]
         ended.violations = [f"I6: {name} never ended" for name in hung] + [f"I6: {text}" for text in scheduler.died]
         return ended
 

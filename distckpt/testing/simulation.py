@@ -114,8 +114,7 @@ class Simulation:
         run.hung, run.stacks = run.hung + after.hung, run.stacks + after.stacks
         tree = trees[0] if trees else tree_of(disk)
         run.violations += checker.check(Story(saves, keep=self.keep), Found(
-            tree, seen, errors=run.said, disturbed=run.disturbed,
-            injected=[words for words in run.injected if any(ABORTED in save.told.values() for save in saves)]))
+            tree, seen, errors=run.said, disturbed=run.disturbed, injected=_to_be_told(run, saves)))
         run.violations += [f"{line} (after the restart)" for line in after.violations]
         if trees:
             run.violations += _taken_back(saves, stood, checker.standing(tree))
@@ -129,6 +128,16 @@ class Simulation:
         run.outcome += f"|{standing}|{[sorted(s.told.items()) for s in saves]}|{sorted(seen.items())}"
         self.saves = [*saves, *after.saves]
         return run
+
+
+def _to_be_told(run: Run, saves: Sequence[Save]) -> list[tuple[str, ...]]:
+    """I9, of saves that failed. Of several faults one must be told: the next may strike a rank that is leaving already (the close
+    of a file that is thrown away), and is not what went wrong."""
+    if not any(ABORTED in save.told.values() for save in saves):
+        return []
+    if len(run.injected) > 1 and any(word in error for words in run.injected for word in words for error in run.said):
+        return []
+    return run.injected
 
 
 def _taken_back(saves: Sequence[Save], before: Mapping[str, tuple[int, str]], after: Mapping[str, tuple[int, str]]) -> list[str]:
