@@ -175,12 +175,21 @@ def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = Fa
             with files.member(top, below) as file:
                 return differs(file, entry, between)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in GONE or (error.errno == errno.ESTALE and _removed(files, top, below)):
             return Problem(entry.path, "is missing")
         if error.errno == errno.ELOOP:
             return Problem(entry.path, "is reached through a symlink")
         return Problem(entry.path, f"cannot be read: {error.strerror or error}", certain=False)
     return None
+
+
+def _removed(files: Files, top: str, below: str) -> bool:
+    """Whether what went stale while it was open (another NFS client's doing) is gone by name as well."""
+    try:
+        files.look(top, below)
+    except OSError as error:
+        return error.errno in GONE
+    return False
 
 
 def member_of(directory: str, entry: FileEntry) -> tuple[str, str]:

@@ -131,6 +131,17 @@ def _by_name(look: Callable[[], T]) -> T:
     return look()
 
 
+def _open_below(top: str, below: str, flags: int) -> int:
+    def find() -> int:
+        with beneath.opened(top) as root:
+            return beneath.open_below(root, below, flags)
+
+    try:
+        return _by_name(find)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.path.join(top, below)) from None
+
+
 def _stat_of(seen: os.stat_result) -> Stat:
     return Stat(kind_of(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev)
 
@@ -158,11 +169,7 @@ class Files:
     def look(self, top: str, below: str) -> Stat:
         """About the entry ``below`` under the directory ``top``, without opening it. ELOOP when a directory on the way is a
         link; the entry itself may be one."""
-        try:
-            with beneath.opened(top) as root:
-                fd = beneath.open_below(root, below, LOOKING)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, os.path.join(top, below)) from None
+        fd = _open_below(top, below, LOOKING)
         try:
             return _stat_of(os.fstat(fd))
         finally:
@@ -171,14 +178,9 @@ class Files:
     def member(self, top: str, below: str) -> Opened:
         """The regular file ``below`` under the directory ``top``, open for reading. ELOOP when it, or a directory on the way,
         is a link. What is checked on it and then read from it is one file, whatever becomes of its name."""
-        path = os.path.join(top, below)
+        fd = _open_below(top, below, READING)
         try:
-            with beneath.opened(top) as root:
-                fd = beneath.open_below(root, below, READING)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-        try:
-            _require_regular(fd, path)
+            _require_regular(fd, os.path.join(top, below))
             return os.fdopen(fd, "rb")
         except BaseException:
             os.close(fd)

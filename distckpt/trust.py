@@ -71,8 +71,8 @@ def sharers(files: Files, root: str) -> str | None:
     """
     try:
         seen = files.access(root)
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # there is no such directory, which is for others to say
     if seen.mode & _OTHERS_WRITE and not seen.mode & _STICKY:
         return f"every user may write in it (mode {seen.mode:04o}): 'chmod o-w' it, and mind the umask"
     if seen.owner not in (seen.me, 0):

@@ -233,9 +233,9 @@ def records(data: bytes) -> None:
     name = cursor.piece(12).decode("utf-8", "ignore").replace("/", "").replace("\0", "").strip(".") or "x"
     body = cursor.rest()
     attempt = attempt_id(1)
-    for path in (layout.home("owner", f"{name}.json"), layout.owner(4), layout.home("staging", name),
+    for path in {layout.home("owner", f"{name}.json"), layout.owner(4), layout.home("staging", name),
                  layout.leases(attempt, "a.json"), layout.rejected(attempt), layout.home("requests", "r.json"), layout.journal(2),
-                 layout.home("journal", f"{name}.jsonl"), layout.rollback, layout.record, layout.pointer):
+                 layout.home("journal", f"{name}.jsonl"), layout.rollback, layout.record, layout.pointer}:
         write_payload(disk, path, body, durable=False)
     runtime = VirtualRuntime()
     for act in (lambda: leases.Watch(disk, layout, runtime).holders(attempt), lambda: catalog.rejections(disk, layout),

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from distckpt.durable import REAL, Access, Files, Folder, Item, Opened, Output, Stat
 
@@ -142,12 +142,12 @@ class _Out:
         inner, size = self._inner, memoryview(data).nbytes
         half = memoryview(data).cast("B")[:size // 2]
 
-        def shortened() -> int:
+        def write(what: bytes | bytearray | memoryview) -> int:
             if inner:
-                inner.write(half)
+                inner.write(what)
             return size
 
-        return self._files._do("write", self._path, "", lambda: inner.write(data) if inner else size, size, short=shortened)
+        return self._files._do("write", self._path, "", _Write(lambda: write(data), lambda: write(half)), size)
 
     def start_writeback(self, offset: int, length: int) -> None:
         if self._inner:
@@ -191,6 +191,17 @@ class _Folder:
         self._files._do("rmdir", self._at(name), "", lambda: self._inner.rmdir(name), None)
 
 
+@dataclass(frozen=True)
+class _Write(Generic[T]):
+    """An operation that can be done by half."""
+
+    whole: Callable[[], T]
+    half: Callable[[], T]
+
+    def __call__(self) -> T:
+        return self.whole()
+
+
 def _nothing() -> None:
     return None
 
@@ -219,8 +230,7 @@ class FaultyFiles(Files):
         """The logged operations ``op`` whose path, or other path, holds ``part``."""
         return [o for o in self.log if o.op == op and (part in o.path or part in o.other)]
 
-    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None,
-            short: Callable[[], T] | None = None) -> T:
+    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None) -> T:
         log = self.reads if op in READS else self.log
         with self._lock:
             if self.dead:
@@ -235,8 +245,8 @@ class FaultyFiles(Files):
             assert refused is not None, f"{op} cannot be refused"
             return refused
         if any(fault.kind == "short" for fault in due):
-            assert short is not None, f"{op} cannot be short"
-            run = short
+            assert isinstance(run, _Write), f"{op} cannot be short"
+            run = run.half
         result = skipped if any(fault.kind == "skip" for fault in due) else run()
         if any(fault.kind == "again" for fault in due):
             result = run()
@@ -308,12 +318,12 @@ class FaultyFiles(Files):
         return _Out(self, self._do("open", path, "", lambda: self.inner.open(path), None), path)
 
     def overwrite(self, path: str, data: bytes) -> None:
-        self._do("overwrite", path, "", lambda: self.inner.overwrite(path, data), None,
-                 short=lambda: self.inner.overwrite(path, data[:len(data) // 2]))
+        half, over = data[:len(data) // 2], self.inner.overwrite
+        self._do("overwrite", path, "", _Write(lambda: over(path, data), lambda: over(path, half)), None)
 
     def append(self, path: str, data: bytes) -> None:
-        self._do("append", path, "", lambda: self.inner.append(path, data), None,
-                 short=lambda: self.inner.append(path, data[:len(data) // 2]))
+        half = data[:len(data) // 2]
+        self._do("append", path, "", _Write(lambda: self.inner.append(path, data), lambda: self.inner.append(path, half)), None)
 
     def fsync(self, path: str) -> None:
         self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)

@@ -83,7 +83,7 @@ def _fuzz(end: float, seed: int, place: str) -> None:
     atheris.Fuzz()
 
 
-LAYER = Layer("fuzz", "markers, names, records and messages of any bytes, guided by coverage", missing, run, quick_seconds=60,
+LAYER = Layer("fuzz", "markers, names, records and messages of any bytes, guided by coverage", missing, run, quick_seconds=30,
               full_seconds=1800)
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from distckpt.testing.faults import (
     from_environment,
     lie,
     refuse,
+    shorten,
 )
 
 
@@ -34,7 +35,7 @@ def test_every_operation_that_writes_or_orders_is_counted_and_logged() -> None:
     assert [str(o) for o in files.log] == [
         "1: unlink /d/t", "2: open /d/t", "3: write /d/t", "4: fsync /d/t", "5: close /d/t", "6: rename /d/t -> /d/f",
         "7: fsync_dir /d"]
-    assert files.count == 7 and files.fired and [o.op for o in files.reads] == ["scan"]
+    assert files.count == 7 and files.fired and [o.op for o in files.reads] == ["stat", "scan"]
 
 
 def test_the_nth_operation_fails_once_or_from_then_on() -> None:
@@ -65,10 +66,32 @@ def test_a_lie_reports_success_and_does_nothing() -> None:
     disk = CrashFiles("/d")
     files = FaultyFiles(disk, lie(op="fsync"), lie(op="open", path="ghost"))
     write_new(files, "/d/f", b"abc")
-    write_new(files, "/d/ghost", b"abc")
+    with pytest.raises(FileNotFoundError):
+        write_new(files, "/d/ghost", b"abc")
     disk.fsync_dir("/d")
     assert files.fired and {state.snapshot()["/d/f"] for state in disk.crash_states()} > {b""}
     assert "/d/ghost" not in disk.snapshot()
+
+
+def test_a_shortened_write_reports_the_whole() -> None:
+    disk = CrashFiles("/d")
+    files = FaultyFiles(disk, shorten(op="write"), shorten(op="append"))
+    out = files.open("/d/f")
+    assert out.write(b"abcdef") == 6
+    out.close()
+    files.append("/d/log", b"line")
+    assert files.fired and disk.snapshot() == {"/d": None, "/d/f": b"abc", "/d/log": b"li"}
+
+
+def test_what_is_struck_is_noted_before_it_has_an_effect() -> None:
+    noted: list[str] = []
+    fault = die(2, op="mkdir")
+    fault.note = lambda operation: noted.append(str(operation))
+    files = FaultyFiles(CrashFiles("/d"), fault)
+    files.mkdir("/d/1")
+    with pytest.raises(Killed):
+        files.mkdir("/d/2")
+    assert noted == ["2: mkdir /d/2"]
 
 
 def test_a_death_within_the_process_lets_nobody_clean_up() -> None:

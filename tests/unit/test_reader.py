@@ -12,10 +12,11 @@ import pytest
 
 from distckpt import catalog
 from distckpt.catalog import RootRecord
-from distckpt.durable import REAL, discard
+from distckpt.durable import REAL
 from distckpt.errors import NoUsableCheckpoint, StepNotFound
 from distckpt.layout import MARKER, Layout
 from distckpt.reader import Root
+from distckpt.removal import discard
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Operation, call
 from tests.support import ROOT, RUN, STEP, make_checkpoint
@@ -24,7 +25,7 @@ from tests.support import ROOT, RUN, STEP, make_checkpoint
 def rotate(disk: CrashFiles, old: int, new: int) -> None:
     """The run goes on by one checkpoint, with ``keep_last=1``."""
     make_checkpoint(disk, new)
-    discard(disk, f"{ROOT}/step-{old}", MARKER)
+    discard(disk, ROOT, f"{ROOT}/step-{old}", MARKER)
 
 
 def root_with_step_1() -> CrashFiles:
@@ -130,9 +131,19 @@ def test_a_folder_that_was_removed_while_it_was_listed_is_missing(tmp_path: Path
 def test_a_payload_file_that_was_removed_while_it_was_digested_is_missing(tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     found = make_checkpoint(str(tmp_path), 1)
-    stale_once(monkeypatch, "readv", (tmp_path / "step-1" / "model.pt").unlink)
-    problems = catalog.check_files(REAL, str(tmp_path / "step-1"), found.files, digest=True)
-    assert [(p.path, p.what, p.certain) for p in problems] == [("model.pt", "is missing", True)]
+
+    def stale(*args: Any) -> Any:
+        (tmp_path / "step-1" / "model.pt").unlink()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(catalog._digest, "of_open", stale)
+    model = [entry for entry in found.files if entry.path == "model.pt"]
+    (problem,) = catalog.check_files(REAL, str(tmp_path / "step-1"), model, digest=True)
+    assert (problem.path, problem.what, problem.certain) == ("model.pt", "is missing", True)
+    (tmp_path / "step-1" / "model.pt").write_bytes(b"x" * model[0].size)
+    monkeypatch.setattr(Path, "unlink", lambda self: None)
+    (problem,) = catalog.check_files(REAL, str(tmp_path / "step-1"), model, digest=True)
+    assert problem.what.startswith("cannot be read") and not problem.certain, "a mount that is stale itself proves nothing"
 
 
 @pytest.mark.parametrize("name", ["read", "scandir", "readv"])

@@ -111,6 +111,7 @@ def test_one_that_died_between_saves_is_replaced(tmp_path: Path) -> None:
         pid = manager._behind.writer.pid  # type: ignore[union-attr]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+        assert manager._behind.writer._child.wait(10) == -signal.SIGKILL  # type: ignore[union-attr]
         manager.save(1, {"w": torch.ones(10)}, background=True).result(30)
         assert manager._behind.writer.pid != pid  # type: ignore[union-attr]
 

@@ -1,0 +1,219 @@
+"""Peers side by side: a row each, and the table in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from distckpt.testing.replay import Mark
+from distckpt.testing.trace import TraceError
+from scripts.proof.peers import power
+from scripts.proof.peers.judge import MODES, Judge, Picker, Server, Tally, goldens
+from scripts.proof.peers.known import HERE, PEERS, Peer, install
+from scripts.proof.peers.recording import record
+
+STATES = 16
+CUTS = 3
+OUT, STORE = HERE / "table.md", HERE / "table.jsonl"
+NAMES = {"file": "files", "dir": "directories"}
+
+
+@dataclass
+class Row:
+    """What was measured for one peer. ``failed``: why nothing was."""
+
+    peer: Peer
+    version: str = ""
+    failed: str = ""
+    fsyncs: tuple[int, int, int] = (0, 0, 0)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    controls: dict[str, dict[str, Tally]] = field(default_factory=dict)
+    real: dict[str, str] = field(default_factory=dict)
+    cuts: int = 0
+    wrong_cuts: int = 0
+    seconds: float = 0.0
+
+
+def measure(peer: Peer, scratch: Path, states: int = STATES, cuts: int = CUTS, seed: int = 0) -> Row:
+    """The row of ``peer``. Anything that keeps it from being measured is in ``failed``."""
+    begun, row = time.monotonic(), Row(peer)
+    try:
+        if peer.home is not None:
+            why = install(peer.home)
+            if why:
+                raise RuntimeError(why)
+        row.version = peer.version()
+        _measure(row, scratch, states, cuts, seed)
+    except (RuntimeError, TraceError, OSError, subprocess.SubprocessError) as error:
+        row.failed = f"{type(error).__name__}: {str(error).strip()[-300:]}"
+    row.seconds = time.monotonic() - begun
+    return row
+
+
+def _measure(row: Row, scratch: Path, states: int, cuts: int, seed: int) -> None:
+    peer = row.peer
+    recording = record(peer, scratch / "run", scratch / "trace")
+    row.fsyncs = recording.fsyncs()
+    with Server(peer, "pick", scratch / "pick.log") as server:
+        picker = Picker(peer, server, scratch / "states")
+        golden = goldens(peer, recording, picker)
+        judge = Judge(peer, recording, picker, golden, states, seed)
+        row.tallies = judge.run()
+        for kind in ("file", "dir") if peer.ours else ():
+            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 64, seed, judge.known, Mark)
+            row.controls[kind] = {"weak": blind.mode("weak")}
+        if cuts and power.missing() is None:
+            with Server(peer, "cuts", scratch / "cuts.log") as saver:
+                for system in power.SYSTEMS:
+                    row.real[system] = _cuts(row, system, saver, picker, scratch, cuts)
+
+
+def _cuts(row: Row, system: str, saver: Server, picker: Picker, scratch: Path, cuts: int) -> str:
+    seen: Counter[str] = Counter()
+    wrong = 0
+    for _ in range(cuts):
+        try:
+            what, files = power.cut(row.peer, system, saver, picker, scratch)
+        except (RuntimeError, OSError) as error:
+            if row.peer.ours:
+                raise
+            return f"not measured: {error}"
+        row.cuts += 1
+        wrong += bool(what)
+        seen[f"{what or 'newest picked'}; {files}"] += 1
+    row.wrong_cuts += wrong
+    return f"{wrong}/{cuts}: " + " / ".join(seen)
+
+
+def rows(only: str = "", states: int = STATES, cuts: int = CUTS, seed: int = 0) -> Iterator[Row]:
+    """One row after the other, of the peers whose names contain ``only``."""
+    for peer in PEERS:
+        if only in peer.name:
+            scratch = Path(tempfile.mkdtemp(prefix="peers-", dir="/dev/shm"))
+            try:
+                yield measure(peer, scratch, states, cuts, seed)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def keep(row: Row) -> None:
+    """Add ``row`` to the measured ones; a later one of the same peer stands for it."""
+    with STORE.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({**asdict(row), "peer": row.peer.name}) + "\n")
+
+
+def kept() -> list[Row]:
+    """The newest row of each peer that was ever kept, in the order of PEERS."""
+    found: dict[str, Row] = {}
+    for text in STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else []:
+        said = json.loads(text)
+        peer = next((peer for peer in PEERS if peer.name == said["peer"]), None)
+        if peer is not None:
+            tallies = {mode: Tally(**tally) for mode, tally in said["tallies"].items()}
+            controls = {kind: {mode: Tally(**tally) for mode, tally in modes.items()} for kind, modes in said["controls"].items()}
+            found[peer.name] = Row(**{**said, "peer": peer, "fsyncs": tuple(said["fsyncs"]), "tallies": tallies,
+                                      "controls": controls})
+    return [found[peer.name] for peer in PEERS if peer.name in found]
+
+
+def _cell(tally: Tally) -> str:
+    what = f"{tally.wrong}/{tally.states}"
+    return f"**{what}**" if tally.wrong else what
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+    if row.failed:
+        return f"| {row.peer.name} | {row.version or '?'} | did not run: {row.failed} | | | | | |".replace("\n", " ")
+    files, early, folders = row.fsyncs
+    fsyncs = f"{files} file{f' ({early} of them before the bytes were written)' if early else ''}, {folders} dir"
+    real = [row.real.get(system, "not run") for system in power.SYSTEMS]
+    return f"| {row.peer.name} | {row.version} | {fsyncs} | " + " | ".join(
+        [*(_cell(row.tallies[mode]) for mode in MODES), *real]) + " |"
+
+
+COLUMNS = ("peer", "version", "fsyncs seen", "kill: bad/states", "ordered: bad/states", "weak: bad/states", "real ext4: bad/cuts",
+           "real XFS: bad/cuts")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+
+NOTES = """How to read it
+
+- Each peer saves four times into a fresh, durable, empty root. A save is acknowledged when the peer's own save call has
+  returned on every rank. A state is bad when the peer's own rule for resuming picks something that is not byte for byte what
+  it was at its acknowledgement, or picks an older one (or nothing) although a newer one was acknowledged before the cut.
+- kill: the process dies, nothing is lost. ordered: as ext4 and XFS journal, names survive as a prefix, and an fsync of
+  anything makes all earlier names durable; bytes that were not fsynced are all there, gone, zeros or half there. weak: what
+  POSIX promises and no more, any subset of the names that were not fsynced. real: the file system is shut down (ioctl) right
+  after the last save returned; the number of files is that of the newest acknowledged save.
+- States are distinct ones, told apart by what the peer's rule can see. They are sampled (at most {states} per step and mode),
+  so shares of bad states are not probabilities. Cuts after the last acknowledgement are left out.
+
+In fairness
+
+- The runs end within the kernel's write-back interval (5 to 30 seconds). "Nothing left" means that the last seconds of saves
+  are lost in a power cut, not that checkpoints of an hour ago are. In these runs there are no older ones.
+- Not every peer promises durability, and some promise nothing about resuming. torch DCP and torch_checkpointing have no rule:
+  for DCP it is TorchTitan's (highest step with a .metadata), for torch_checkpointing the highest step, since its rename is its
+  commit.
+- HF Trainer's and Accelerate's bad kill states are "the newest directory is picked while it is incomplete", or half deleted,
+  while an intact older one may be there for somebody who looks. Whether the load then fails or goes on was not examined.
+- What a peer does not read when it resumes does not count: HF's training_args.bin; Orbax's commit_success.txt (it stands
+  beside local files too), _CHECKPOINT_METADATA and the per-process databases that it has merged. Orbax's _METADATA may be
+  missing, but not be empty or zeros (found by restoring with each file gone, empty and zeros, Orbax 0.12.8). DeepSpeed's two
+  recovery scripts do not count either.
+- Orbax: TensorStore fsyncs array files and their directories. In an ext4 cut that was looked into, the arrays of all saves were
+  there; lost were the rename to the newest step's final name (it stood under its temporary name, and was not picked) and the
+  bytes of _METADATA of the save before it. With an empty _METADATA its restore raises, so "damaged" stands there.
+- Temporary files are put on the same file system, which is the better case for Lightning. The empty root was made durable.
+- DeepSpeed "one slow": the writes of the last rank are delayed by 1 s each.
+- torch_checkpointing is run with use_direct_io=False: with its default its save of this small state failed with EINVAL on
+  both ext4 and XFS.
+- All saves are synchronous. Newer versions may fsync more: this says what these versions did in these runs.
+"""
+
+
+def document(found: list[Row], states: int) -> str:
+    """The table with what is needed to read it."""
+    parts = [f"# Peers under the same power cut\n\nMade by `python -m scripts.proof.peers --write`, "
+             f"{time.strftime('%Y-%m-%d', time.gmtime())}.\n", HEAD]
+    parts += [line(row) for row in found]
+    parts.append("\nWhat was wrong, by mode (distinct states), and the first of each:\n")
+    for row in found:
+        for mode, tally in row.tallies.items():
+            for what, count in sorted(tally.bad.items()):
+                parts.append(f"- {row.peer.name}, {mode}: {count} × {what}; first {tally.examples[what]}")
+    controls = [f"- {row.peer.name} without its fsyncs of {NAMES[kind]}: {', '.join(f'{m} {_cell(t)}' for m, t in modes.items())}"
+                for row in found for kind, modes in row.controls.items()]
+    if controls:
+        parts.append("\nControl: the same recording with fsyncs left out, cut right after each acknowledgement. It must be bad, "
+                     "or the test sees nothing:\n")
+        parts += controls
+    return "\n".join(parts) + "\n\n" + NOTES.format(states=states)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.proof.peers", description=__doc__)
+    parser.add_argument("--only", default="", help="peers whose name contains this")
+    parser.add_argument("--states", type=int, default=STATES, help="crash states per step and mode, at most")
+    parser.add_argument("--cuts", type=int, default=CUTS, help="real power cuts per file system")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help=f"keep the rows in {STORE.name}, and write {OUT.name} from all kept")
+    chosen = parser.parse_args()
+    found = []
+    for row in rows(chosen.only, chosen.states, chosen.cuts, chosen.seed):
+        found.append(row)
+        print(f"{line(row)} {row.seconds:.0f} s", file=sys.stderr, flush=True)
+        if chosen.write:
+            keep(row)
+            OUT.write_text(document(kept(), chosen.states), encoding="utf-8")
+    if not chosen.write:
+        print(document(found, chosen.states))

@@ -1,0 +1,107 @@
+"""What the table of peers rests on: what counts as bad, what a journal adds, which fsyncs came too early."""
+
+from __future__ import annotations
+
+import pytest
+
+from distckpt.testing.crashfs import CrashFiles
+from distckpt.testing.replay import Mark, Names, Run, Step, Sync, Write
+from scripts.proof.peers import violations
+from scripts.proof.peers.judge import Goldens, Judge, Picker, Tally, verdict
+from scripts.proof.peers.known import Peer
+from scripts.proof.peers.recording import Journal, Recording, tree_of
+from scripts.proof.peers.table import Row
+
+PEER = Peer("toy", "toy", None, unread="log$", optional="extra$")
+GOLDEN = Goldens(PEER, {1: ("one", {"a": b"1", "extra": b"x"}), 2: ("two", {"a": b"2"})})
+BASE = "/w"
+
+
+class Newest(Picker):
+    """The rule "the directory with the last name", without a process."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def pick(self, tree: dict[str, bytes | None]) -> tuple[str, dict[str, bytes | None]] | None:
+        names = sorted(path for path, data in tree.items() if data is None and "/" not in path)
+        return (names[-1], {p.split("/", 1)[1]: d for p, d in tree.items() if p.startswith(f"{names[-1]}/")}) if names else None
+
+
+@pytest.mark.parametrize(("found", "number"), [
+    (None, 0), (("one", {"a": b"1", "extra": b"x"}), 1), (("one", {"a": b"1"}), 1), (("two", {"a": b"2", "more": b""}), 2),
+    (("one", {"a": b"1", "extra": b"y"}), -1), (("one", {"extra": b"x"}), -1), (("two", {"a": b"1"}), -1), (("two", {}), -1)])
+def test_only_what_is_bit_for_bit_an_acknowledged_save_is_taken_for_it(found: tuple[str, dict[str, bytes | None]] | None,
+                                                                       number: int) -> None:
+    assert GOLDEN.match(found) == number
+
+
+def test_a_state_is_bad_when_an_acknowledged_save_is_lost_or_a_damaged_one_is_picked() -> None:
+    bad = ["older one picked", "nothing left", "damaged one picked"]
+    assert [verdict(picked, 2) for picked in (2, 3, 1, 0, -1)] == ["", "", *bad]
+    assert [verdict(picked, 0) for picked in (0, 1, -1)] == ["", "", "damaged one picked"]
+
+
+def make(*, sync_file: bool, sync_dir: bool, early: bool = False) -> Recording:
+    """Two saves, each a directory with one file, of 3 bytes."""
+    steps: list[Step] = []
+    root, number = 2, 10
+    steps.append(Names(1, 0, "root", {(root, "root"): 3}, frozenset({root}), {}, (3, "dir")))
+    steps.append(Names(1, 0, "tmp", {(root, "tmp"): 4}, frozenset({root}), {}, (4, "dir")))
+    steps.append(Sync(1, 0, root))
+    for name in ("one", "two"):
+        folder, file = number, number + 1
+        number += 2
+        steps.append(Names(1, 0, name, {(3, name): folder}, frozenset({3}), {}, (folder, "dir")))
+        steps.append(Names(1, 0, "a", {(folder, "a"): file}, frozenset({folder}), {}, (file, "file")))
+        save: list[Step] = [Write(1, 0, file, 0, name.encode())]
+        if sync_file:
+            save.insert(0 if early else 1, Sync(1, 0, file))
+        steps += save
+        if sync_dir:
+            steps += [Sync(1, 0, folder), Sync(1, 0, 3)]
+        steps.append(Mark(1, 0, "ACK"))
+    return Recording(Run(BASE, CrashFiles(BASE), steps), f"{BASE}/root")
+
+
+def wrong(recording: Recording, mode: str) -> set[str]:
+    golden = Goldens(PEER, {1: ("one", {"a": b"one"}), 2: ("two", {"a": b"two"})})
+    return set(Judge(PEER, recording, Newest(), golden, 64).mode(mode).bad)
+
+
+def test_losses_are_found_where_they_can_happen() -> None:
+    durable = make(sync_file=True, sync_dir=True)
+    assert durable.fsyncs() == (2, 0, 4)
+    late = {"damaged one picked"}  # this toy shows its directory before it is whole
+    assert wrong(durable, "kill") == wrong(durable, "weak") == late
+    assert {"nothing left", "older one picked"} <= wrong(make(sync_file=True, sync_dir=False), "weak")
+    assert wrong(durable.without_fsyncs("dir"), "weak") >= {"nothing left", "older one picked"}
+    assert durable.without_fsyncs("file").fsyncs() == (0, 0, 4)
+
+
+def test_an_fsync_before_the_bytes_are_written_is_counted_as_early() -> None:
+    assert make(sync_file=True, sync_dir=True, early=True).fsyncs() == (2, 2, 4)
+
+
+def test_with_a_journal_the_fsync_of_a_file_makes_names_durable() -> None:
+    found = {}
+    for kind in (CrashFiles, Journal):
+        disk = kind(BASE)
+        disk.mkdir(f"{BASE}/d")
+        out = disk.open(f"{BASE}/d/f")
+        out.write(b"x")
+        out.fsync()
+        found[kind] = {tuple(tree_of(state, BASE)) for state in disk.crash_states(50)}
+    assert found[Journal] == {("d", "d/f")}
+    assert () in found[CrashFiles]
+
+
+def test_only_what_is_wrong_with_distckpt_or_with_the_test_is_a_violation() -> None:
+    ours = Peer("distckpt", "toy", None, ours=True)
+    lost = Tally(states=3, bad={"nothing left": 2}, examples={"nothing left": "after step 4"})
+    assert violations(Row(PEER, tallies={"weak": lost}, wrong_cuts=1, cuts=1)) == []
+    assert violations(Row(ours, tallies={"weak": Tally(states=3)}, controls={"file": {"weak": lost}}, cuts=3)) == []
+    assert len(violations(Row(ours, tallies={"kill": lost, "weak": lost}))) == 2
+    assert len(violations(Row(ours, wrong_cuts=1, cuts=3))) == 1
+    assert len(violations(Row(ours, controls={"dir": {"weak": Tally(states=3)}}))) == 1
+    assert len(violations(Row(ours, failed="no strace"))) == 1
