@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
-         "saving/saver.py", "durable.py", "owned.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py", "leases.py",
-         "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
+         "saving/saver.py", "durable.py", "removal.py", "owned.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
+         "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
 
 _SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
 _CALLS = _SYNCS | {
     "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
-    "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",  # names
+    "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",
+    "unlink_if_there", "remove_tree",  # names
     "check", "_refuse_leased", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
     "freeze", "act", "cancel", "again", "lose"}  # the gate
-_OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "discard": set(),
-       "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"}}
+_OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "unlink": {"files"},
+       "discard": set(), "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"}}
 """Names too common to go by alone: only of these receivers."""
 _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq"}
 _CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner)\b")

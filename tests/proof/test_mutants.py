@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.proof import detect, mutants
+from scripts.proof.layer import Budget
 from scripts.proof.mutants import REPOSITORY, Copy, Detector, Hunt, explained, ordered, speaks_of
 from scripts.proof.mutations import FILES, PICKED, Mutant, made
 
@@ -78,7 +79,6 @@ def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_pat
     told: list[str] = []
     hunt = Hunt(tmp_path, [Detector("durable", ("pytest", "tests/unit/test_durable.py"))], workers=1,
                 tell=lambda line, _: told.append(line))
-    hunt.green(["durable.py"])
     (found,) = hunt.find([mutant], lambda: True)
     assert found.by == "durable" and "test_durable.py::test_S21" in found.how, found
     assert "is green" in told[0] and "| durable |" in told[1]
@@ -95,15 +95,30 @@ def test_whoever_imports_another_package_than_the_copy_is_noticed_and_so_is_whoe
     assert done.returncode == detect.ELSEWHERE
 
 
-def test_detectors_are_red_before_they_are_believed(tmp_path: Path) -> None:
+def test_a_detector_that_is_red_without_a_mutant_is_not_believed(tmp_path: Path, all_of_them: list[Mutant]) -> None:
     hunt = Hunt(tmp_path, [Detector("no test", ("pytest", "tests/unit/test_durable.py", "-k", "no such test"))], workers=1)
     with pytest.raises(RuntimeError, match="not green on the code as it is"):
-        hunt.green(["durable.py"])
+        hunt.find(all_of_them[:1], lambda: True)
+
+
+def test_a_test_that_is_red_only_once_finds_nothing() -> None:
+    """A busy machine makes some red; what a mutant makes red stays red."""
+    said = "FAILED tests/unit/test_a.py::test_b[one - two] - assert 1 == 2"
+    answers = {("pytest", "tests"): (1, said), ("pytest", "tests/unit/test_a.py::test_b[one - two]"): (0, ""),
+               ("pytest", "tests", "--deselect", "tests/unit/test_a.py::test_b[one - two]"): (0, "")}
+
+    class Flaky:
+        def detect(self, told: tuple[str, ...], limit: float) -> tuple[int, str]:
+            return answers[told]
+
+    assert mutants._surely(Flaky(), ("pytest", "tests"), 1.0) == (0, "")  # type: ignore[arg-type]
+    answers["pytest", "tests/unit/test_a.py::test_b[one - two]"] = (1, said)
+    assert mutants._surely(Flaky(), ("pytest", "tests"), 1.0) == (1, said)  # type: ignore[arg-type]
 
 
 def test_a_survivor_that_nobody_explains_is_a_violation(monkeypatch: pytest.MonkeyPatch, all_of_them: list[Mutant]) -> None:
     lost, kept = all_of_them[:2]
     monkeypatch.setattr(mutants, "hunt", lambda todo, budget, tell: [
         mutants.Finding(str(lost), "", 2.0), mutants.Finding(str(kept), "unit", 1.0)])
-    result = mutants.run(mutants.Budget(1.0))
+    result = mutants.run(Budget(1.0))
     assert result.violations == [f"nothing finds it: {lost}"] and "1 of 2 found (unit 1)" in result.covers

@@ -267,3 +267,19 @@ def test_files_and_directories_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "d").stat().st_mode & 0o777 == 0o750 and (tmp_path / "d" / "f").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_claim_that_failed_half_way_leaves_no_record_that_would_speak_for_it() -> None:
+    disk = CrashFiles("/d")
+    disk.links_supported = False
+    files = FaultyFiles(disk, fail(errno.EIO, op="fsync", path=lambda p: p == "/d/f"))
+    with pytest.raises(OSError, match="Input/output"):
+        create_exclusively(files, "/d/f", b"record", "/d/t")
+    assert disk.scan("/d") == []
+
+
+def test_a_temporary_that_was_left_behind_is_in_nobodys_way() -> None:
+    disk = CrashFiles("/d")
+    write_payload(disk, "/d/t", b"of one that was killed")
+    create_exclusively(disk, "/d/f", b"record", "/d/t")
+    assert disk.read("/d/f", 99) == b"record" and [item.name for item in disk.scan("/d")] == ["f"]

@@ -187,3 +187,21 @@ def test_S5_what_two_generations_left_under_one_name_is_taken_from_both(disk: Cr
     heir = open_owned(FaultyFiles(disk, die(300)), VirtualRuntime(clock, pid=2))  # an endless fence comes to an end
     assert heir.generation == 3 and disk.scan(LAYOUT.staging(3)) == []
     assert [i.name for i in disk.scan(LAYOUT.trash(3))] == ["stranger", "stranger.taken-staging-2"]
+
+
+def test_S5_the_fence_is_synced_on_both_sides(disk: CrashFiles, clock: VirtualClock) -> None:
+    open_owned(disk, VirtualRuntime(clock, pid=1)).make_attempt(attempt_id(5), "step-5")
+    files = FaultyFiles(disk)
+    open_owned(files, elsewhere(clock))
+    for home in (LAYOUT.home("staging"), LAYOUT.home("trash")):
+        moved = [op.n for op in files.log if op.op == "rename" and op.path == f"{home}/1"]
+        assert len(moved) == 1 and any(op.n > moved[0] for op in files.log if (op.op, op.path) == ("fsync_dir", home)), home
+
+
+def test_S5_whoever_meets_the_fence_is_told_of_the_takeover(zombie: OwnedRoot, disk: CrashFiles, clock: VirtualClock) -> None:
+    met = OSError(errno.ENOENT, "no such file")
+    with pytest.raises(RootInUse) as caught:
+        zombie.ownership.explain(met)
+    assert caught.value.__cause__ is met
+    heir = OwnedRoot.open(disk, LAYOUT, VirtualRuntime(clock, host="host-c", boot="boot-c"))
+    heir.ownership.explain(met)  # nobody overtook this one: the error speaks for itself

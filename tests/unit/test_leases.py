@@ -328,3 +328,10 @@ def test_a_checkpoint_that_goes_takes_its_leases_with_it(disk: CrashFiles, one: 
     assert one.rotate("main", KeepLast(1), NOTHING) == ["step-2", "step-1"]
     sweep(one)
     assert leases.leased_attempts(disk, LAYOUT) == [] and disk.scan(LAYOUT.trash(1)) == []
+
+
+def test_a_lease_that_was_renewed_leaves_nothing_behind(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
+    held = lease(disk, reader, 1)
+    disk.overwrite(LAYOUT.leases(attempt_id(1), f"{held.id}.beat"), b"%020d" % 1)
+    held.release()
+    assert not disk.is_dir(LAYOUT.leases(attempt_id(1)))

@@ -217,3 +217,18 @@ def test_recovery_publishes_before_it_puts_back(disk: CrashFiles) -> None:
     report = recovery.recover(disk, LAYOUT, STEP, 1)
     assert (report.published, report.restored) == (["step-1"], [])
     assert standing(disk) == {"step-1": attempt_id(2)}
+
+
+def test_what_is_relied_on_while_others_go_is_synced_whole(disk: CrashFiles) -> None:
+    """An inherited checkpoint: its files, then its marker, then its directories; once."""
+    files = FaultyFiles(disk)
+    owned = open_owned(files)
+    make_checkpoint(disk, 1, owned.next_seq(), durable=False)
+    (entry,) = owned.entries()
+    before = len(files.log)
+    owned.vouch(entry)
+    owned.vouch(entry)
+    final = LAYOUT.final("step-1")
+    assert [(op.op, op.path.removeprefix(final)) for op in files.log[before:]] == [
+        ("fsync_file", "/model.pt"), ("fsync_file", "/sub/optim.pt"), ("fsync_file", f"/{MARKER}"), ("fsync_dir", "/sub"),
+        ("fsync_dir", "")]
