@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -339,4 +340,119 @@ def test_P4_causes_that_come_right_after_the_first_are_told_too(root: Path) -> N
 
     for error in same_error(job.each(save), SaveError):
         assert {r: f.message for r, f in error.failures.items()} == {1: "first", 2: "second"}
+    job.finish()
+
+
+def test_P3_every_rank_has_the_verdict_before_anything_is_rotated(root: Path) -> None:
+    """A rank 0 that dies while it rotates leaves nobody in doubt about what is committed."""
+    told, seen = threading.Event(), []
+    files = FaultyFiles(REAL)
+    job = Job(root, 2, files={0: files}, keep_last=1)
+    job.start()
+    values(job.each(lambda m: write(m, 1)))
+    files.faults.append(call(lambda _: seen.append(told.wait(20)), op="rename", path="/trash/"))
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        write(manager, 2)
+        if manager.rank == 1:
+            told.set()
+
+    values(job.each(save))
+    assert seen == [True]
+    job.finish()
+
+
+def test_P4_whatever_fails_in_a_commit_is_told_to_every_rank_at_once(root: Path) -> None:
+    """Not only what the library foresees; the others would wait for rank 0 until its heartbeat is missed."""
+    job = Job(root, 2)
+    job.start()
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("nobody foresaw this")
+
+    job.managers[0]._committer.commit = fails  # type: ignore[union-attr, method-assign]
+    zero, one = job.each(lambda m: write(m, 1))
+    assert isinstance(zero.error, RuntimeError)
+    assert isinstance(one.error, SaveError) and one.error.outcome == "unknown" and "nobody foresaw this" in str(one.error)
+    job.finish()
+
+
+def test_S21_a_rank_that_returns_after_it_was_answered_for_gives_the_space_back_at_once(root: Path) -> None:
+    """Rank 1 fails; rank 2 is answered for, so that rank 0 need not wait, and returns from its writer just then."""
+    job = Job(root, 3)
+    job.start()
+    attempt = ""
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        nonlocal attempt
+        with manager.saving(1) as files:
+            if manager.rank == 1:
+                attempt = next(part for part in files.directory.split("/") if len(part) == 16)
+                raise OSError(errno.EIO, "a disk")
+            if manager.rank == 2:
+                client, number = job.threads.source(), manager._group.rounds._number
+                await_(lambda: attempt and client.has(f"call/{number}/{attempt}/ack/2"))
+
+    same_error(job.each(save), SaveError)
+    assert staged(root) == []
+    job.finish()
+
+
+class _Together:
+    """A payload whose write is a collective: who comes alone waits there for ever."""
+
+    collective = True
+    members: list[str] = []
+
+    def __init__(self, entered: list[int]) -> None:
+        self._entered = entered
+
+    def check(self) -> None: ...
+
+    def tree(self) -> dict[str, Any]:
+        return {}
+
+    def of(self, tree: dict[str, Any]) -> _Together:
+        return self
+
+    def write(self, files: Any, ranks: Any) -> None:
+        self._entered.append(ranks.rank)
+        with files.writer("data.bin") as out:
+            out.write(b"x")
+
+    def load(self, checkpoint: Any, ranks: Any) -> None: ...
+
+
+def test_no_rank_enters_a_frameworks_collectives_when_another_cannot(root: Path) -> None:
+    files = FaultyFiles(REAL)
+    job = Job(root, 2, files={1: files})
+    job.start()
+    entered: list[int] = []
+    files.faults.append(fail(errno.EIO, op="scan", path="/staging/", forever=True))
+    begun = time.monotonic()
+    for error in same_error(job.each(lambda m: m.save(1, _Together(entered))), SaveError):
+        assert list(error.failures) == [1]
+    assert entered == [] and time.monotonic() - begun < 6, "the other one waited out its deadline"
+    files.faults.clear()
+    values(job.each(lambda m: m.save(2, _Together(entered))))
+    assert sorted(entered) == [0, 1]
+    job.finish()
+
+
+def test_P4_an_interrupted_rank_tells_the_others_before_it_leaves(root: Path) -> None:
+    job = Job(root, 2)
+    job.start()
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        with manager.saving(1) as files, files.writer("data.bin") as out:
+            out.write(b"x")
+            if manager.rank == 1:
+                raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    zero, one = job.each(save)
+    assert isinstance(one.error, KeyboardInterrupt)
+    assert isinstance(zero.error, SaveError) and zero.error.failures[1].type == "KeyboardInterrupt"
+    assert time.monotonic() - begun < 6, "rank 0 waited out its deadline"
+    values(job.each(lambda m: write(m, 2)))
     job.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import distckpt
 from distckpt import catalog
-from distckpt.durable import REAL
+from distckpt.durable import REAL, Files, Stat
 from distckpt.errors import ConfigError, SaveError
 from distckpt.layout import Layout
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
@@ -201,3 +202,23 @@ def test_a_file_that_changes_after_its_ack_ends_the_attempt(root: Path) -> None:
     disk.faults.clear()
     values(job.each(lambda m: write(m, 1)))
     job.finish()
+
+
+def test_S20_a_file_that_two_hosts_measure_differently_ends_the_attempt(root: Path) -> None:
+    class Behind(Files):
+        """Another client, whose view of one file is older."""
+
+        def stat(self, path: str) -> Stat:
+            seen = super().stat(path)
+            return replace(seen, size=seen.size - 1) if path.endswith("a.bin") else seen
+
+    job = Job(root, 4, files={2: Behind()}, hosts=HOSTS)
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        with manager.saving(1) as files:
+            if manager.rank == 0:
+                for name in ("a.bin", "b.bin"):  # each is read on one host only, for its digest: the first on rank 0's
+                    Path(files.path, name).write_bytes(b"x" * 100)
+
+    for error in same_error(job.run(save), SaveError):
+        assert error.outcome == "aborted" and "a.bin has 99 bytes on rank 2's host and 100" in str(error)
