@@ -60,7 +60,7 @@ _OWN: dict[str, tuple[str, ...]] = {
     "leases.py": ("test_leases.py",),
     "coordination/gate.py": ("test_gate.py",),
     "coordination/rounds.py": ("test_rounds.py",),
-    "coordination/group.py": ("test_bootstrap.py",),
+    "coordination/group.py": ("test_rounds.py", "test_bootstrap.py"),
     "background.py": ("test_gate.py",),
 }
 
