@@ -182,6 +182,15 @@ def test_s17_poll_must_publish_before_it_reads() -> None:
         _interleave(0, 0, poll=_late_poll)
 
 
+def test_s18_a_background_save_that_lost_the_store_says_so_at_the_next_poll() -> None:
+    """Its client may be the only one that was cut off: the listener, with another one, knows of nothing."""
+    behind = _poller(Gate(SystemRuntime()))
+    job: Any = SimpleNamespace(handle=SimpleNamespace(fail=lambda error: None))
+    behind._failed(job, CoordinatorLost("the store is gone"))
+    with pytest.raises(CoordinatorLost, match="the store is gone"):
+        behind.poll(1)
+
+
 def test_the_explorer_takes_every_order_and_sees_a_deadlock() -> None:
     orders = []
     for stepper in explore():
