@@ -111,6 +111,24 @@ def test_an_interrupt_of_the_decision_is_rank_0s_own_and_strands_nobody() -> Non
     groups.close()
 
 
+def test_a_rank_that_gives_up_as_the_verdict_comes_takes_the_verdict() -> None:
+    """Its error goes where nothing stands, and nowhere else: rank 0 has decided, and others may have read it."""
+    class Late(Client):
+        def wait(self, keys: Any, timeout: Any) -> bool:
+            return not keys[0].endswith("/verdict") and super().wait(keys, timeout)
+
+        def has(self, key: str) -> bool:
+            if not key.endswith("/verdict"):
+                return super().has(key)
+            assert super().wait([key], 5.0)  # it comes after this look
+            return False
+
+    groups = Groups(2)
+    groups.all[1].rounds.client = Late(groups.threads.store, "t/")
+    assert [verdict["seen"] for verdict in values(groups.each(collect))] == [{"0": 0, "1": 1}] * 2
+    groups.close()
+
+
 def test_every_rank_says_goodbye_whether_it_closes_or_leaves_by_an_error() -> None:
     for leave in (lambda group: group.close(5.0), lambda group: group.abandon()):
         groups = Groups(2)
