@@ -60,7 +60,7 @@ _OWN: dict[str, tuple[str, ...]] = {
     "leases.py": ("test_leases.py",),
     "coordination/gate.py": ("test_gate.py",),
     "coordination/rounds.py": ("test_rounds.py",),
-    "coordination/group.py": ("test_bootstrap.py",),
+    "coordination/group.py": ("test_rounds.py", "test_bootstrap.py"),
     "background.py": ("test_gate.py",),
 }
 
@@ -104,7 +104,7 @@ DETECTORS = (
 )
 
 
-_NEAR = ("unit", "l0", "gate", "ranks", "schedules")
+_NEAR = ("unit", "l0", "ranks", "gate", "schedules")
 _TALKS = ("saving/committer.py", "saving/transaction.py", "saving/saver.py", "saving/finaliser.py", "background.py")
 
 
@@ -255,7 +255,9 @@ class Hunt:
                     mutant = next(taken, None)
                 if mutant is None:
                     return
-                one = self._one(copy, mutant)
+                one = self._one(copy, mutant, go_on)
+                if one is None:
+                    return
                 with self._lock:
                     found.append(one)
                     self.tell(f"{one.mutant} | {one.by or 'SURVIVED'} | {one.seconds:.0f} s | {one.how[:150]}", one)
@@ -265,10 +267,12 @@ class Hunt:
                 done.result()
         return found
 
-    def _one(self, copy: Copy, mutant: Mutant) -> Finding:
+    def _one(self, copy: Copy, mutant: Mutant, go_on: Callable[[], bool]) -> Finding | None:
         begun = time.monotonic()
         by, how = "", ""
         for detector in in_turn(self.detectors, mutant.file):
+            if not go_on():
+                return None  # not found so far, and not to be called a survivor
             told = detector.told(mutant.file)
             try:
                 limit = self._limit(told, f"{detector.name} {mutant.file}" if detector.name == "unit" else detector.name)

@@ -345,12 +345,16 @@ def test_P4_causes_that_come_right_after_the_first_are_told_too(root: Path) -> N
 
 def test_P3_every_rank_has_the_verdict_before_anything_is_rotated(root: Path) -> None:
     """A rank 0 that dies while it rotates leaves nobody in doubt about what is committed."""
-    told, seen = threading.Event(), []
+    told, seen = threading.Event(), list[bool]()
+
+    def rotates(_: Operation) -> None:
+        seen.append(told.wait(20))
+
     files = FaultyFiles(REAL)
     job = Job(root, 2, files={0: files}, keep_last=1)
     job.start()
     values(job.each(lambda m: write(m, 1)))
-    files.faults.append(call(lambda _: seen.append(told.wait(20)), op="rename", path="/trash/"))
+    files.faults.append(call(rotates, op="rename", path="/trash/"))
 
     def save(manager: distckpt.CheckpointManager) -> None:
         write(manager, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distckpt.coordination import group as coordination_group
 from distckpt.coordination import pulse, rounds, store
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.group import Group
@@ -94,6 +95,53 @@ def test_a_bug_in_the_decision_strands_nobody() -> None:
     first, second = same_error(groups.each(lambda g: collect(g, decide=decide)), CoordinationError)
     assert "KeyError: 'oops'" in str(second) and isinstance(first.__cause__, KeyError)
     groups.close()
+
+
+def test_an_interrupt_of_the_decision_is_rank_0s_own_and_strands_nobody() -> None:
+    groups = Groups(2)
+
+    def decide(reports: Any) -> Any:
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    first, second = groups.each(lambda g: collect(g, decide=decide))
+    assert isinstance(first.error, KeyboardInterrupt)
+    assert isinstance(second.error, CoordinationError) and "KeyboardInterrupt" in str(second.error)
+    assert not isinstance(second.error, RankTimeout) and time.monotonic() - begun < 4
+    groups.close()
+
+
+def test_a_rank_that_gives_up_as_the_verdict_comes_takes_the_verdict() -> None:
+    """Its error goes where nothing stands, and nowhere else: rank 0 has decided, and others may have read it."""
+    class Late(Client):
+        def wait(self, keys: Any, timeout: Any) -> bool:
+            return not keys[0].endswith("/verdict") and super().wait(keys, timeout)
+
+        def has(self, key: str) -> bool:
+            if not key.endswith("/verdict"):
+                return super().has(key)
+            assert super().wait([key], 5.0)  # it comes after this look
+            return False
+
+    groups = Groups(2)
+    groups.all[1].rounds.client = Late(groups.threads.store, "t/")
+    assert [verdict["seen"] for verdict in values(groups.each(collect))] == [{"0": 0, "1": 1}] * 2
+    groups.close()
+
+
+def test_every_rank_says_goodbye_whether_it_closes_or_leaves_by_an_error() -> None:
+    for leave in (lambda group: group.close(5.0), lambda group: group.abandon()):
+        groups = Groups(2)
+        client = groups.threads.source()
+        assert not client.has("bye/1")
+        groups.each(leave)
+        assert client.has("bye/1")
+
+
+def test_ranks_of_two_versions_do_not_meet() -> None:
+    reports = {rank: {"identity": {}, "version": f"1.{rank}"} for rank in range(2)}
+    with pytest.raises(RankDisagreement, match="version"):
+        coordination_group._meet(reports)
 
 
 def test_a_missing_rank_is_named_with_host_and_last_phase_at_the_deadline() -> None:
