@@ -77,7 +77,8 @@ def _row(name: str, found: Found, ours: str, theirs: str, index: int = 0, target
 
 
 def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) -> Found:
-    """Run every variant once a round, in an order that moves on by one; the first round warms up.
+    """Run every variant once a round, in an order that moves on by one and turns round each time: on a busy machine the
+    scheduler favours who has waited before, so nobody may always follow the same one. The first round warms up.
 
     A busy machine gets fewer rounds, at least two: as many as end in time.
     """
@@ -85,7 +86,7 @@ def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) 
     found: Found = {name: [] for name in names}
     for turn in range(turns + 1):
         shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in (names[shift:] + names[:shift])[::-1 if turn % 2 else 1]:
             dist.barrier()
             found[name].append(variants[name](turn))
         over = torch.tensor([float(time.monotonic() > late)])
@@ -284,7 +285,7 @@ def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
 
 
 def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
-    """A step with a save in it: (the call, the fence, both, the whole step)."""
+    """A step with a save in it: (the call, the fence, both, the whole step, CPU time of both)."""
     width = 1024
     layers = max(size // WORLD // 3 // (4 * width * width), 1)  # AdamW keeps two more of every parameter
     model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
@@ -294,22 +295,23 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
         ours = _Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
 
         def step(how: str | None) -> Times:
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.thread_time()
             called = ours.begin(background=True, staging=how)[0] if how else 0.0
+            cpu = time.thread_time() - cpu
             optimizer.zero_grad()
             model(batch).square().mean().backward()
-            at_fence = time.perf_counter()
+            at_fence, cpu = time.perf_counter(), cpu - time.thread_time()
             ours.manager.staged()
-            fence = time.perf_counter() - at_fence
+            fence, cpu = time.perf_counter() - at_fence, cpu + time.thread_time()
             optimizer.step()
             whole = time.perf_counter() - begun
             ours.end()
-            return called, fence, called + fence, whole
+            return called, fence, called + fence, whole, cpu
 
         step(None)
         copy = _memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
             moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
-        return _rotate(rank, {"memcpy": lambda turn: copy(turn)[:1] * 4, "none": lambda turn: step(None),
+        return _rotate(rank, {"memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
                               "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
 
 
@@ -319,6 +321,7 @@ def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
     for index, what in enumerate(("call", "fence", "call + fence")):
         yield _row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
                    note="forward and backward stand between call and fence" if index == 1 else "")
+    yield _row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4)
     yield _row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
     for how in ("overlap", "copy"):
         yield _row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
