@@ -18,7 +18,7 @@ from scripts.proof.scenarios import SCENARIOS
 
 _VALUES = {"kill": [""], "power": [""], "stop": ["", "45"], "slow": ["0.5"], "fail": ["EIO", "ENOSPC"], "lost": ["EIO"]}
 _SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving",
-           "two")
+           "two", "uneven")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,15 @@ def in_background(manager: Told, rank: int) -> None:
         state.data = b"trained on"
 
 
+def uneven(manager: Told, rank: int) -> None:
+    """Training steps that take seconds, more on one rank than on the others; a failed save ends the program."""
+    for step in range(1, 5):
+        manager.poll(step)
+        if step in (1, 3):
+            manager.save(step, State(bytes_of(rank, step)), background=True)
+        manager._seams.runtime.sleep(5.0 if rank == manager.world - 1 else 0.5)
+
+
 def skipping(manager: Told, rank: int) -> list[bool]:
     """Saves that give way to one in flight: alike on every rank (S16)."""
     skipped = []
@@ -161,6 +170,7 @@ SCENARIOS: dict[str, Scenario] = {
     "two": Scenario(two),
     "one": Scenario(one),
     "background": Scenario(in_background),
+    "uneven": Scenario(uneven),
     "skipping": Scenario(skipping, {"in_flight": "skip"}, _alike),
     "stopping": Scenario(stopping, rule=_stopped),
     "replacing": Scenario(replacing),
