@@ -136,7 +136,8 @@ class Pulse:
                     self._wake.clear()
                     beaten = self._runtime.monotonic()
                     continue
-                self._stop.wait(TICK)
+                # only rank 0 has a watch, which may begin at any moment; the others sleep until there is something to say
+                self._stop.wait(TICK if self._rank == 0 else max(0.0, beaten + BEAT - self._runtime.monotonic()))
                 now = self._runtime.monotonic()
                 with self._lock:
                     watch = self._watch

@@ -8,6 +8,7 @@ one execution, byte for byte, and ten minutes of waiting take no time.
 from __future__ import annotations
 
 import heapq
+import operator
 import random
 import traceback
 from collections.abc import Callable, Mapping
@@ -62,6 +63,9 @@ class Policy(Protocol):
     def born(self, task: Task) -> None: ...
 
 
+_priority = operator.attrgetter("priority")
+
+
 class Walk:
     """A random walk: at every point another one goes on with probability ``restless``."""
 
@@ -91,11 +95,11 @@ class Priorities:
         task.priority = 1.0 + self._random.random()
 
     def choose(self, ready: list[Task], current: Task | None) -> Task:
-        best = max(ready, key=lambda task: task.priority)
         self._step += 1
+        best = ready[0] if len(ready) == 1 else max(ready, key=_priority)
         if self._step in self._points:
             best.priority = -float(self._step)
-            best = max(ready, key=lambda task: task.priority)
+            best = max(ready, key=_priority)
         return best
 
 
@@ -166,8 +170,9 @@ class Scheduler:
     def _count_operation(self, process: Process) -> None:
         process.operations += 1
         self.total += 1
-        for strike in (*process.due.pop(process.operations, ()), *self.due.pop(self.total, ())):
-            strike()
+        if process.operations in process.due or self.total in self.due:
+            for strike in (*process.due.pop(process.operations, ()), *self.due.pop(self.total, ())):
+                strike()
         if not process.alive:
             self._leave()
         if process.stopped:
