@@ -22,9 +22,11 @@ from distckpt.saving import commit
 from distckpt.steps import NOTHING, Todo
 from distckpt.testing.checker import ABORTED, COMMITTED, Save
 from distckpt.testing.explore import schedules
+from distckpt.testing.simjob import Moment
 from distckpt.testing.simulation import Run, Simulation, State, Strike, Told, _one_step, _to_be_told
 from scripts.proof.l0 import Case, Tally, delayed, seeded, sweep
 from scripts.proof.layer import Budget
+from scripts.proof.scenarios import _late
 
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REPLAY = "world=2 scenario=background seed=17 fault=kill:1@40"
@@ -212,6 +214,39 @@ def test_a_rank_that_is_behind_hears_what_failed_and_not_that_rank_0_has_left(wo
     assert run.violations == [] and run.fired
     assert {type(error) for error in run.errors.values()} == {SaveError} and len(run.errors) == world
     assert len({repr(manager.faced) for manager in run.managers.values()}) == 1
+
+
+def test_a_rank_0_that_stands_still_is_given_up_on_where_each_rank_stands() -> None:
+    """One rank was at its gate and the other not yet when rank 0 was stopped: there is no boundary that they could agree on."""
+    run = Case.parse("world=3 scenario=stopping seed=1400101010757 fault=stop:0@149 apart=1").run()
+    assert run.violations == []
+    assert {type(error) for error in run.errors.values()} == {RankTimeout}
+
+
+def test_why_a_rank_failed_is_told_though_it_died_since() -> None:
+    """It had put its cause where the others look for it; rank 0 said only that its process has ended."""
+    run = Case.parse("world=2 scenario=stopping seed=1400102001887 fault=fail:1@11:ENOSPC,kill:1@42").run()
+    assert run.violations == [] and run.fired
+    assert any("the disk is full on rank 1" in text and "then, the process has ended" in text for text in run.said)
+
+
+def test_rank_0_does_not_wait_for_the_goodbye_of_the_dead() -> None:
+    cases = [Case("sync", faults=(f"kill:1@{at}",)) for at in range(84, 91)]
+    runs = [case.run() for case in cases]
+    assert [run.violations for run in runs] == [[]] * len(runs)
+    assert any(run.fired and not run.errors for run in runs), "none was killed after the last round"
+
+
+@pytest.mark.parametrize("fault, apart, seconds, late", [
+    ("kill:1@9", False, 0.9, False), ("kill:1@9", False, 1.1, True),
+    ("kill:1@9", True, 24.9, False), ("kill:1@9", True, 25.1, True),
+    ("stop:1@9", False, 25.1, True), ("stop:0@9", False, 44.0, False), ("stop:0@9", False, 45.1, True),
+    ("fail:0@9:EIO", True, 1.1, True), ("slow:0@9:0.5", False, 100.0, False), ("stop:1@9:45", False, 100.0, False)])
+def test_what_is_noticed_late(fault: str, apart: bool, seconds: float, late: bool) -> None:
+    strike = Strike.parse(fault)
+    told = {rank: 7.0 + seconds for rank in (0, 1) if rank != strike.rank or strike.kind == "fail"}
+    run = SimpleNamespace(struck={0: Moment(7.0, 30, {})}, told=told, operations={0: 20, 1: 10}, seconds=500.0)
+    assert [line[:2] for line in _late(run, [strike], apart)] == ["I6"] * late  # type: ignore[arg-type]
 
 
 def _ended(*told: tuple[list[tuple[int, str]], int | None, bool, BaseException | None]) -> Any:
