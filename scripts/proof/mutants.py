@@ -51,6 +51,7 @@ _OWN: dict[str, tuple[str, ...]] = {
     "saving/finaliser.py": ("test_hooks.py",),
     "saving/saver.py": ("test_hooks.py", "test_options.py"),
     "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
+    "ordered.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
     "removal.py": ("test_durable.py", "test_recovery.py", "test_rotation.py"),
     "owned.py": ("test_order.py", "test_owned.py", "test_rotation.py", "test_commit.py"),
     "recovery.py": ("test_order.py", "test_recovery.py"),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import distckpt
-from distckpt import DCP, Shards, TrainState, beneath, catalog, durable, marker, trust
+from distckpt import DCP, Shards, TrainState, beneath, catalog, marker, ordered, trust
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination.gate import Act
 from distckpt.coordination.store import Client, decode
@@ -399,7 +399,7 @@ def test_a_tree_without_an_end_is_an_error_and_no_crash() -> None:
         path += "/x"
         disk.mkdir(path)
     with pytest.raises(OSError, match="nested more than"):
-        list(durable.walk(disk, "/d/v"))
+        list(ordered.walk(disk, "/d/v"))
     with pytest.raises(OSError, match="nested more than"):
         remove_tree(disk, "/d", "/d/v")
 
