@@ -108,8 +108,8 @@ class Background:
             self._posted_stop = True
             self._messenger.tell(Act("stop", f"{self.signals.raised} on rank {self._group.rank}"))
         acts = self.gate.due() if self.gate.flag else []
-        failed = [act for act in acts if act.kind in ("failed", "error")]
-        rest = [act for act in acts if act.kind not in ("failed", "error")]
+        failed = [act for act in acts if act.failure]
+        rest = [act for act in acts if not act.failure]
         for index, act in enumerate(failed):
             try:
                 if act.kind == "error":

@@ -38,6 +38,11 @@ class Act:
     reason: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def failure(self) -> bool:
+        """Whether it is raised, not done."""
+        return self.kind in ("failed", "error")
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "reason": self.reason, "data": self.data}
 
@@ -71,17 +76,21 @@ class Gate:
     # -- the training thread -------------------------------------------------------------------------------------
 
     def due(self) -> list[Act]:
-        """What is due at the present boundary, after the gate is open again. Waits only while a freeze is answered."""
+        """What is due at the present boundary, after the gate is open again. Waits only while a freeze is answered.
+
+        When rank 0 is gone only failures are due: whoever raised one first may have left since, and took the store with it, but
+        this rank still raises the same at the same boundary (P5). CoordinatorLost when there is none.
+        """
         if not self._open.wait(self._limit):
             raise RankTimeout(f"poll: rank 0 stopped all ranks at this boundary and has not said for {self._limit:g} s what to "
                               "do: its process is stopped, or cannot be reached", missing={0: None}, phase="freeze")
         with self._lock:
-            if self.lost is not None:
-                raise self.lost
             ordinal = self.place[0]
-            due = [act for at, act in self._acts if at <= ordinal]
+            due = [act for at, act in self._acts if at <= ordinal and (self.lost is None or act.failure)]
+            if self.lost is not None and not due:
+                raise self.lost
             self._acts = [(at, act) for at, act in self._acts if at > ordinal]
-            self.flag = bool(self._acts) or not self._open.is_set()
+            self.flag = bool(self._acts) or self.lost is not None or not self._open.is_set()
         return due
 
     def again(self, acts: list[Act]) -> None:

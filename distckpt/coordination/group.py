@@ -16,6 +16,7 @@ from distckpt.runtime import Identity, Runtime
 log = logging.getLogger(__name__)
 
 _LEAVING = 2.0
+_LOOK = 0.5
 
 
 class Group:
@@ -94,8 +95,7 @@ class Group:
                 self.pulse.stop()
                 for rank in range(self.world):
                     rounds.caller.send(rounds.client, rank, "bye")
-                keys = [f"bye/{rank}" for rank in range(1, self.world)]
-                if keys and not rounds.client.wait(keys, timeout):
+                if not self._goodbyes(timeout):
                     log.warning("not every rank said goodbye within %g s; closing the store", timeout)
                 self.listener.join(5)
             else:
@@ -117,15 +117,24 @@ class Group:
         self.listener.stop(client)
         try:
             if self.rank == 0:
-                dead = {r for r, i in self.identities.items() if self._runtime.alive(i) is False}
-                keys = [f"bye/{rank}" for rank in range(1, self.world) if rank not in dead]
-                if keys:
-                    client.wait(keys, _LEAVING)
+                self._goodbyes(_LEAVING)
             else:
                 client.set(f"bye/{self.rank}", {})
         except CoordinatorLost as error:
             log.debug("leaving without a goodbye: %s", error)
         self._drop()
+
+    def _goodbyes(self, timeout: float) -> bool:
+        """Whether every other rank has said goodbye, or is known to have ended, within ``timeout`` seconds. Rank 0 only."""
+        end = self._runtime.monotonic() + timeout
+        while True:
+            ended = {rank for rank, identity in self.identities.items() if self._runtime.alive(identity) is False}
+            keys = [f"bye/{rank}" for rank in range(1, self.world) if rank not in ended]
+            left = end - self._runtime.monotonic()
+            if not keys or self.rounds.client.wait(keys, max(0.0, min(left, _LOOK))):
+                return True
+            if left <= 0:
+                return False
 
     def _drop(self) -> None:
         self._bootstrap.server = None

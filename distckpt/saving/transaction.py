@@ -227,8 +227,10 @@ class Transaction:
             return absence
         for rank, beat in (absence.missing if absence is not None else {}).items():
             what = "the process has ended" if isinstance(absence, RankLost) else "no word from it"
-            failures[rank] = RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),
-                                         int((beat or {}).get("pid") or 0), str((beat or {}).get("phase")))
+            known = failures.get(rank)
+            failures[rank] = (RankFailure(**{**asdict(known), "message": f"{known.message}; then, {what}"}) if known is not None
+                              else RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),
+                                               int((beat or {}).get("pid") or 0), str((beat or {}).get("phase"))))
         failures = {r: self._with_needs(f) for r, f in failures.items()}
         return save_error(self.request.step, go.attempt, failures, self._group.world)
 

@@ -59,11 +59,21 @@ class Strike:
         return f"{self.kind}{who}@{self.at}" + (f":{self.value}" if self.value else "")
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When something happened: on the job's clock, and after how many operations, of all ranks (``total``) and of each."""
+
+    seconds: float
+    total: int
+    operations: Mapping[int, int]
+
+
 @dataclass
 class Ended:
-    """How a job ended. By rank: ``values`` and ``errors`` of the programs, ``operations`` that others could see, ``managers``.
-    ``fired``: whether every fault did. ``said``: what ranks were told; ``injected``: words that must be among it. ``seconds``
-    passed on its own clock. ``keys``: what is left in the store."""
+    """How a job ended. By rank: ``values`` and ``errors`` of the programs, ``operations`` that others could see, ``managers``,
+    ``told``: when it first raised after a fault, or ended. ``struck``: when each fault fired, by its place among them; ``fired``:
+    whether every one did. ``said``: what ranks were told; ``injected``: words that must be among it. ``seconds`` passed on its
+    own clock. ``keys``: what is left in the store."""
 
     violations: list[str] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
@@ -74,6 +84,8 @@ class Ended:
     total: int = 0
     steps: int = 0
     fired: bool = True
+    struck: dict[int, Moment] = field(default_factory=dict)
+    told: dict[int, float] = field(default_factory=dict)
     hung: list[str] = field(default_factory=list)
     stacks: str = ""
     seconds: float = 0.0
@@ -97,8 +109,8 @@ class Job:
         self.living: set[Identity] = set()
         self.books = [self.book()]
         self.managers: dict[int, Told] = {}
-        self._faulty: list[faults.FaultyFiles] = []
-        self._struck = 0
+        self._struck: dict[int, Moment] = {}
+        self._told: dict[int, float] = {}
 
     def run(self, program: Program, beside: Mapping[str, Callable[[Beside], Any]]) -> Ended:
         scheduler, world = self.scheduler, self.world
@@ -121,8 +133,8 @@ class Job:
                 else:
                     target = self._other(beside[names[rank]], Beside(self, rank, self._files(rank, runtime), runtime))
                 scheduler.spawn(process, "main", target)
-                for strike in self.strikes:
-                    self._arm(strike, rank, process)
+                for number, strike in enumerate(self.strikes):
+                    self._arm(number, strike, rank, process)
             processes[0].at_end.append(lambda: store.close(scheduler))
 
         with quiet(), watched_gates():
@@ -140,7 +152,7 @@ class Job:
             ended.values[rank], ended.operations[rank] = process.value, process.operations
             if process.error is not None:
                 ended.errors[rank] = process.error
-        ended.fired = self._struck + sum(bool(f.fired) for files in self._faulty for f in files.faults) >= len(self.strikes)
+        ended.struck, ended.fired, ended.told = self._struck, len(self._struck) == len(self.strikes), self._told
         ended.said = [text for book in self.books for manager in book.managers for text in manager.said]
         ended.said += [str(error) for error in ended.errors.values()]
         ended.disturbed = [what for book in self.books for what in book.disturbed]
@@ -159,31 +171,52 @@ class Job:
 
     def _rank(self, program: Program, rank: int, seams: Seams) -> Callable[[], Any]:
         def main() -> Any:
-            manager = self.managers[rank] = Told.open(self.books[0], root=ROOT, seams=seams, **self.options)
-            with manager:
-                return program(manager, rank)
+            try:
+                manager = self.managers[rank] = Told.open(self.books[0], root=ROOT, seams=seams, told=lambda: self._tell(rank),
+                                                          **self.options)
+                with manager:
+                    return program(manager, rank)
+            finally:
+                self._tell(rank)
 
         return main
+
+    def _tell(self, rank: int) -> None:
+        """This rank was told something: the first time after a fault counts."""
+        if self._struck:
+            self._told.setdefault(rank, self.scheduler.now - 1_000.0)
 
     def _other(self, program: Callable[[Beside], Any], me: Beside) -> Callable[[], Any]:
         return lambda: program(me)
 
     def _files(self, rank: int, runtime: SimRuntime) -> Files:
         files: Files = self.disk
-        found = [faults.fail(getattr(errno, s.value or "EIO"), s.at, after=s.kind == "lost")
-                 for s in self.strikes if s.rank == rank and s.kind in ("fail", "lost")]
-        found += self.file_faults.get(rank, ())
+        found = list(self.file_faults.get(rank, ()))
+        for number, strike in enumerate(self.strikes):
+            if strike.rank == rank and strike.kind in ("fail", "lost"):
+                fault = faults.fail(getattr(errno, strike.value or "EIO"), strike.at, after=strike.kind == "lost")
+                fault.note = self._noting(number)
+                found.append(fault)
         if found:
             files = faults.FaultyFiles(files, *found)
-            self._faulty.append(files)
         return files if self.view is None else self.view(files, rank, runtime)
 
-    def _arm(self, strike: Strike, rank: int, process: Process) -> None:
+    def _noting(self, number: int) -> Callable[[object], None]:
+        """What is called when a fault fires."""
+        def note(ignored: object = None) -> None:
+            scheduler = self.scheduler
+            operations = {rank: process.operations for rank, process in enumerate(scheduler.processes)}
+            self._struck[number] = Moment(scheduler.now - 1_000.0, scheduler.total, operations)
+
+        return note
+
+    def _arm(self, number: int, strike: Strike, rank: int, process: Process) -> None:
         scheduler = self.scheduler
+        note = self._noting(number)
 
         def hit(what: Callable[[], None]) -> Callable[[], None]:
             def go() -> None:
-                self._struck += 1
+                note(None)
                 what()
 
             return go

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distckpt.checkpoint import Checkpoint
-from distckpt.errors import DistckptError, SaveError
+from distckpt.errors import CoordinatorLost, DistckptError, RankTimeout, SaveError
 from distckpt.manager import CheckpointManager
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
@@ -50,20 +50,32 @@ class State:
 
 
 class Told(CheckpointManager):
-    """A manager that remembers what it was asked to save, and what it said about it, as its caller heard it."""
+    """A manager that remembers what it was asked to save, and what it said about it, as its caller heard it.
+
+    ``places`` counts the calls at which something may be raised. ``faced``: (number, name) of those that raised a failed
+    background save, or raised in ``poll``; ``lost``: the number of the one that said that rank 0 is gone or
+    stands still. ``overdue``: ``close``
+    gave up on a save that was still in flight, which is a deadline of this rank's own and no failed save.
+    """
 
     _calls: int
     _polls: int
     _heard: list[tuple[int, SaveHandle | str]]
     _book: Book
-    faced: list[str]
+    faced: list[tuple[int, str]]
     said: list[str]
+    places: int
+    lost: int | None
+    overdue: bool
+    _tell: Callable[[], None]
 
     @classmethod
-    def open(cls, book: Book, **options: Any) -> Told:
+    def open(cls, book: Book, told: Callable[[], None] = lambda: None, **options: Any) -> Told:
+        """``told`` is called whenever it raises."""
         manager = cls.__new__(cls)
+        manager._tell = told
         manager._calls, manager._polls, manager._heard, manager._book = 0, 0, [], book
-        manager.faced, manager.said = [], []
+        manager.faced, manager.said, manager.places, manager.lost, manager.overdue = [], [], 0, None, False
         book.managers.append(manager)
         manager.__init__(**options)  # type: ignore[misc]
         return manager
@@ -100,12 +112,18 @@ class Told(CheckpointManager):
 
     @contextmanager
     def _facing(self, where: str) -> Iterator[None]:
+        self.places += 1
         try:
             yield
         except DistckptError as error:
             self.said.append(str(error))
-            if getattr(error, "background", False) or where.startswith("poll"):
-                self.faced.append(where)
+            self._tell()
+            if isinstance(error, CoordinatorLost) or (isinstance(error, RankTimeout) and error.phase == "freeze"):
+                self.lost = self.places if self.lost is None else self.lost
+            elif where == "close" and isinstance(error, SaveError) and " has not ended within " in error.message:
+                self.overdue = True
+            elif getattr(error, "background", False) or where.startswith("poll"):
+                self.faced.append((self.places, where))
             raise
 
     def verdicts(self) -> Iterator[tuple[int, str]]:

@@ -11,23 +11,30 @@ from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
 from distckpt.testing.checker import COMMITTED, SKIPPED
 from distckpt.testing.crashfs import CrashFiles, write_payload
-from distckpt.testing.simulation import Program, Run, Simulation, State, Told
+from distckpt.testing.simulation import QUICK, Program, Run, Simulation, State, Strike, Told
+
+_AT_ONCE = 1.0
+_STACKS = 5.0
 
 
 @dataclass(frozen=True)
 class Scenario:
     """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped.
-    ``raises``: a rank of this program raises though nothing goes wrong."""
+    ``raises``: a rank of this program raises though nothing goes wrong. ``prompt``: its own steps take no time, so that what a
+    fault costs is the library's."""
 
     program: Program
     options: Mapping[str, Any] = field(default_factory=dict)
     rule: Callable[[Run], list[str]] = lambda run: []
     raises: bool = False
+    prompt: bool = True
     disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk")
 
-    def judge(self, run: Run, faults: Sequence[str]) -> list[str]:
+    def judge(self, run: Run, faults: Sequence[str], apart: bool = False) -> list[str]:
         """What is wrong with ``run`` beyond what the checker knows."""
         wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop")) for fault in faults) else []
+        if self.prompt:
+            wrong += _late(run, [Strike.parse(fault) for fault in faults], apart)
         if not faults and not self.raises:
             wrong += [f"I8: nothing was wrong, and rank {rank} raised {type(error).__name__}: {str(error)[:300]}"
                       for rank, error in run.errors.items()]
@@ -70,6 +77,15 @@ def in_background(manager: Told, rank: int) -> None:
         except SaveError:
             pass
         state.data = b"trained on"
+
+
+def uneven(manager: Told, rank: int) -> None:
+    """Training steps that take seconds, more on one rank than on the others; a failed save ends the program."""
+    for step in range(1, 5):
+        manager.poll(step)
+        if step in (1, 3):
+            manager.save(step, State(bytes_of(rank, step)), background=True)
+        manager._seams.runtime.sleep(5.0 if rank == manager.world - 1 else 0.5)
 
 
 def skipping(manager: Told, rank: int) -> list[bool]:
@@ -150,6 +166,29 @@ def _stopped(run: Run) -> list[str]:
     return []
 
 
+def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
+    """Seconds from the first fault until the last rank that lives had raised or ended; None when a fault takes time itself, or
+    none fired."""
+    if not run.struck or any(strike.kind in ("power", "slow") or (strike.kind == "stop" and strike.value) for strike in strikes):
+        return None
+    gone = {strike.rank for strike in strikes if strike.kind in ("kill", "stop")}
+    begun = min(moment.seconds for moment in run.struck.values())
+    return max((run.told.get(rank, run.seconds) - begun for rank in run.operations if rank not in gone), default=0.0)
+
+
+def _late(run: Run, strikes: Sequence[Strike], apart: bool) -> list[str]:
+    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts; rank 0 asks
+    for stacks before it raises, and that *it* stands still shows only by two looks at its heart, a deadline apart."""
+    seconds = noticed(run, strikes)
+    if seconds is None or len(strikes) != 1:
+        return []
+    strike = strikes[0]
+    allowed = _AT_ONCE
+    if strike.kind == "stop" or (strike.kind == "kill" and apart):
+        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _STACKS
+    return [f"I6: {strike} was noticed after {seconds:.2f} s, not {allowed:g} s"] if seconds > allowed else []
+
+
 def _no_exchange() -> CrashFiles:
     disk = CrashFiles("/disk")
     disk.exchange_supported = disk.links_supported = False
@@ -161,6 +200,7 @@ SCENARIOS: dict[str, Scenario] = {
     "two": Scenario(two),
     "one": Scenario(one),
     "background": Scenario(in_background),
+    "uneven": Scenario(uneven, prompt=False),
     "skipping": Scenario(skipping, {"in_flight": "skip"}, _alike),
     "stopping": Scenario(stopping, rule=_stopped),
     "replacing": Scenario(replacing),

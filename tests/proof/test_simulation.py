@@ -16,15 +16,17 @@ import pytest
 from distckpt.background import Background
 from distckpt.coordination.rounds import Call
 from distckpt.durable import Files
-from distckpt.errors import RankTimeout
+from distckpt.errors import CoordinatorLost, RankTimeout, SaveError
 from distckpt.options import Timeouts
 from distckpt.saving import commit
 from distckpt.steps import NOTHING, Todo
 from distckpt.testing.checker import ABORTED, COMMITTED, Save
 from distckpt.testing.explore import schedules
-from distckpt.testing.simulation import Run, Simulation, State, Told, _to_be_told
+from distckpt.testing.simjob import Moment
+from distckpt.testing.simulation import Run, Simulation, State, Strike, Told, _one_step, _to_be_told
 from scripts.proof.l0 import Case, Tally, delayed, seeded, sweep
 from scripts.proof.layer import Budget
+from scripts.proof.scenarios import _late
 
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REPLAY = "world=2 scenario=background seed=17 fault=kill:1@40"
@@ -191,3 +193,82 @@ def test_of_two_faults_one_must_be_told(told: list[str], wrong: list[str]) -> No
     assert _to_be_told(run, [Save(1, "x", {0: COMMITTED})]) == []  # type: ignore[arg-type]
     one = SimpleNamespace(injected=run.injected[:1], said=["nothing"])
     assert len(_to_be_told(one, [save])) == 1  # type: ignore[arg-type]
+
+
+# -- what it found, in the library and in its own rules ----------------------------------------------------------------------
+
+
+def test_a_close_that_gives_up_on_a_save_in_flight_is_no_failed_save() -> None:
+    """Rank 0 is slower than the deadline of close; the save is committed all the same, and rank 1 names who did not come."""
+    run = Case.parse("world=2 scenario=background seed=1342 fault=slow:0@334:0.5,fail:0@315:EIO").run()
+    assert run.violations == []
+    assert run.managers[0].overdue and "has not ended within 20 s" in str(run.errors[0])
+    assert "rank 0 did not come within 20 s" in str(run.errors[1])
+
+
+@pytest.mark.parametrize("world, fault", [(2, "fail:0@73:EIO"), (2, "fail:0@85:EIO"), (2, "fail:1@10:EIO"), (3, "fail:0@64:EIO")])
+def test_a_rank_that_is_behind_hears_what_failed_and_not_that_rank_0_has_left(world: int, fault: str) -> None:
+    """The others raise at the boundary that was agreed on and leave, and rank 0 takes the store along, while one rank is still
+    in the training step before it."""
+    run = Case("uneven", world, int(fault[7:9]), (fault,)).run()
+    assert run.violations == [] and run.fired
+    assert {type(error) for error in run.errors.values()} == {SaveError} and len(run.errors) == world
+    assert len({repr(manager.faced) for manager in run.managers.values()}) == 1
+
+
+def test_a_rank_0_that_stands_still_is_given_up_on_where_each_rank_stands() -> None:
+    """One rank was at its gate and the other not yet when rank 0 was stopped: there is no boundary that they could agree on."""
+    run = Case.parse("world=3 scenario=stopping seed=1400101010757 fault=stop:0@149 apart=1").run()
+    assert run.violations == []
+    assert {type(error) for error in run.errors.values()} == {RankTimeout}
+
+
+def test_why_a_rank_failed_is_told_though_it_died_since() -> None:
+    """It had put its cause where the others look for it; rank 0 said only that its process has ended."""
+    run = Case.parse("world=2 scenario=stopping seed=1400102001887 fault=fail:1@11:ENOSPC,kill:1@42").run()
+    assert run.violations == [] and run.fired
+    assert any("the disk is full on rank 1" in text and "then, the process has ended" in text for text in run.said)
+
+
+def test_rank_0_does_not_wait_for_the_goodbye_of_the_dead() -> None:
+    cases = [Case("sync", faults=(f"kill:1@{at}",)) for at in range(84, 91)]
+    runs = [case.run() for case in cases]
+    assert [run.violations for run in runs] == [[]] * len(runs)
+    assert any(run.fired and not run.errors for run in runs), "none was killed after the last round"
+
+
+@pytest.mark.parametrize("fault, apart, seconds, late", [
+    ("kill:1@9", False, 0.9, False), ("kill:1@9", False, 1.1, True),
+    ("kill:1@9", True, 24.9, False), ("kill:1@9", True, 25.1, True),
+    ("stop:1@9", False, 25.1, True), ("stop:0@9", False, 44.0, False), ("stop:0@9", False, 45.1, True),
+    ("fail:0@9:EIO", True, 1.1, True), ("slow:0@9:0.5", False, 100.0, False), ("stop:1@9:45", False, 100.0, False)])
+def test_what_is_noticed_late(fault: str, apart: bool, seconds: float, late: bool) -> None:
+    strike = Strike.parse(fault)
+    told = {rank: 7.0 + seconds for rank in (0, 1) if rank != strike.rank or strike.kind == "fail"}
+    run = SimpleNamespace(struck={0: Moment(7.0, 30, {})}, told=told, operations={0: 20, 1: 10}, seconds=500.0)
+    assert [line[:2] for line in _late(run, [strike], apart)] == ["I6"] * late  # type: ignore[arg-type]
+
+
+def _ended(*told: tuple[list[tuple[int, str]], int | None, bool, BaseException | None]) -> Any:
+    managers = {rank: SimpleNamespace(faced=faced, lost=lost, overdue=overdue)
+                for rank, (faced, lost, overdue, _) in enumerate(told)}
+    return SimpleNamespace(managers=managers, errors={rank: end[3] for rank, end in enumerate(told) if end[3] is not None})
+
+
+def test_what_is_asked_of_places() -> None:
+    failed, lost, late = SaveError("failed"), CoordinatorLost("gone"), RankTimeout("late", missing={}, phase="close")
+    at_3, at_4, nowhere = [(3, "poll 3")], [(4, "poll 4")], list[tuple[int, str]]()
+    kill, slow, full = [Strike("kill", 2, 9)], [Strike("slow", 0, 9, "0.5")], [Strike("fail", 0, 9, "ENOSPC")]
+
+    def asked(strikes: list[Strike], *told: tuple[list[tuple[int, str]], int | None, bool, BaseException | None]) -> list[str]:
+        return [line[:2] for line in _one_step(_ended(*told), strikes)]
+
+    assert asked([], (at_3, None, False, failed), (at_3, None, False, failed)) == []
+    assert asked(slow, (at_3, None, False, failed), (at_4, None, False, failed)) == ["P5"]
+    assert asked([], (at_3, None, False, failed), (nowhere, None, False, None)) == ["P5"]
+    assert asked(kill, (at_3, None, False, failed), (at_4, None, False, failed), (nowhere, None, False, None)) == ["P5"]
+    assert asked(slow, (at_4, None, False, failed), (nowhere, 4, False, lost)) == []
+    assert asked(slow, (at_3, None, False, failed), (nowhere, 4, False, lost)) == ["P5"]
+    assert asked(full, (at_4, None, False, failed), (nowhere, 4, False, lost)) == ["P4"]
+    assert asked(slow, (nowhere, None, True, failed), (nowhere, None, False, late)) == []
+    assert asked(slow, (nowhere, None, True, failed), (nowhere, None, False, None)) == ["P4"]
