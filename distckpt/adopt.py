@@ -15,10 +15,11 @@ from typing import Any
 
 from distckpt import catalog, digest, trust
 from distckpt import marker as _marker
-from distckpt.durable import GONE, Files, fsync_tree_dirs, replace, walk
+from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, IntegrityError, MarkerError
 from distckpt.layout import MARKER, Layout, Naming, member_path_problem, series_of
 from distckpt.marker import FileEntry, Head, Marker
+from distckpt.ordered import fsync_tree_dirs, replace, walk
 from distckpt.owned import OwnedRoot
 
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")

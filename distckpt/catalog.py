@@ -16,10 +16,11 @@ from typing import Any
 from distckpt import digest as _digest
 from distckpt import marker as _marker
 from distckpt import trust
-from distckpt.durable import GONE, Files, Opened, walk
+from distckpt.durable import GONE, Files, Opened
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import HOME, MARKER, POINTER, Layout, Naming, series_of
 from distckpt.marker import FileEntry, Head, Marker
+from distckpt.ordered import walk
 
 DEFAULT_NAMING = "step-{step}"
 _RECORD_LIMIT = 1 << 20

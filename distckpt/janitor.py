@@ -10,11 +10,12 @@ import logging
 import os
 from collections.abc import Callable
 
-from distckpt.durable import GONE, TAKEN, Files, move
+from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import MarkerError
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import Watch
 from distckpt.marker import HEAD_LIMIT, Head, parse_head
+from distckpt.ordered import move
 from distckpt.ownership import STILL
 from distckpt.removal import discard
 from distckpt.runtime import Runtime

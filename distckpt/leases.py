@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import GONE, Files, is_listed, make_dir, unlink_if_there, write_new
+from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, LeaseLost, MarkerError, StepNotFound
 from distckpt.layout import MARKER, Layout
 from distckpt.marker import HEAD_LIMIT, parse_head
+from distckpt.ordered import is_listed, make_dir, unlink_if_there, write_new
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)

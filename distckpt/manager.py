@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from distckpt import options, start
@@ -15,9 +13,9 @@ from distckpt.behind import Behind
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination import bootstrap
 from distckpt.coordination.group import Group
-from distckpt.coordination.rounds import Report
 from distckpt.digest import XXH3, check_algorithm
-from distckpt.errors import ConfigError, DistckptError
+from distckpt.ending import Ending
+from distckpt.errors import ConfigError
 from distckpt.launch.signals import DEFAULT, StopSignals
 from distckpt.layout import MAIN, Layout, Naming, check_run_id, check_series, check_step
 from distckpt.options import Seams, Timeouts
@@ -30,22 +28,13 @@ from distckpt.retention import Policy
 from distckpt.saving.committer import Committer
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
-from distckpt.saving.hooks import Hook, Hooks, journal_failures
+from distckpt.saving.hooks import Hook, Hooks
 from distckpt.saving.lineage import Lineage
 from distckpt.saving.saver import Saver
 from distckpt.saving.terms import BLOCK
-from distckpt.series import SeriesView
+from distckpt.series import Series, SeriesView, check_apart
 from distckpt.steps import Schedule, Todo, Tolerate, tolerated
 from distckpt.timing import Timing
-
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Series:
-    name: str
-    policy: Policy
-    schedule: Schedule
 
 
 class CheckpointManager:
@@ -92,8 +81,7 @@ class CheckpointManager:
         options.choice("writer", writer, options.WRITERS)
         timing = Timing(save_every_minutes, grace)
         self._pid = os.getpid()
-        self._closed = False
-        self._series: dict[str, _Series] = {MAIN: _Series(MAIN, policy, schedule)}
+        self._series = {MAIN: Series(policy, schedule)}
         found = self._seams.bootstrap or bootstrap.find(group, self._seams.runtime)
         self._group = Group.connect(found, self._seams.runtime, self._timeouts.arrive, self._timeouts.progress)
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
@@ -126,8 +114,11 @@ class CheckpointManager:
                               check_staging, writer)
         self._background = Background(
             self._group, found.source, self._seams.runtime, self._behind.finish, lambda series: self._series[series].schedule,
-            signals, tolerate, in_flight, timing.due if self._owned is not None else None, self._leave, self._timeouts.close)
+            signals, tolerate, in_flight, timing.due if self._owned is not None else None, lambda: self._ending.leave(),
+            self._timeouts.close)
         self._behind.attach(self._background)
+        self._ending = Ending(self._group, self._background, self._behind, self._hooks, self._owned, self._committer,
+                              self._series, self._timeouts.close)
 
     # -- who and where -------------------------------------------------------------------------------------------
 
@@ -153,7 +144,7 @@ class CheckpointManager:
         if os.getpid() != self._pid:
             raise ConfigError(f"this manager belongs to process {self._pid}; a forked child (a DataLoader worker, say) must not "
                               "act for its parent: use distckpt.open(root) there to read")
-        if self._closed:
+        if self._ending.closed:
             raise ConfigError(f"the manager of {self.root} is closed")
         if self._hooks.running_here:
             raise ConfigError("an on_commit hook must not save, wait, resume or close: the other ranks are not in it; let it set "
@@ -350,14 +341,9 @@ class CheckpointManager:
         self._usable()
         check_series(name)
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
-        if name in self._series:
-            raise ConfigError(f"series {name!r} exists already; make it once and keep the view")
-        mine = self._naming.of_series(name)
-        for other in self._series:
-            if mine.overlaps(self._naming.of_series(other)):
-                raise ConfigError(f"series {name!r} and {other!r} could both own a name under {self._naming.template!r}")
+        check_apart(name, self._series, self._naming)
         schedule = Schedule(save_every, at_start=False)
-        self._series[name] = _Series(name, policy, schedule)
+        self._series[name] = Series(policy, schedule)
         return SeriesView(self, name, schedule)
 
     # -- looking -------------------------------------------------------------------------------------------------
@@ -388,52 +374,11 @@ class CheckpointManager:
 
         In a forked child it does nothing.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._ending.closed or os.getpid() != self._pid:
             return
         if self._hooks.running_here:
             self._usable()
-        behind = self._background
-        try:
-            self._behind.staged()
-            behind.last_boundary()
-            if not behind.wait(self._timeouts.close):
-                raise behind.overdue(self._timeouts.close)
-            with self._group.rounds.call("close") as call:
-                call.round(self._hooks.drain(), self._end, self._timeouts.close)
-        except DistckptError as error:
-            self._leave()
-            behind.note_unreported(error)
-            raise
-        self._closed = True
-        behind.stop(min(self._timeouts.close, 30.0))
-        self._behind.close(5.0)
-        if self._owned is not None:
-            self._owned.close(self._timeouts.close)
-        self._group.close(min(self._timeouts.close, 30.0))
-        behind.face_unreported()
-
-    def _end(self, reports: dict[int, Report]) -> Report:
-        """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
-        assert self._owned is not None and self._committer is not None
-        journal_failures(self._owned.journal.event, reports)
-        with self._owned.lock:
-            try:
-                self._owned.sweep()
-            except OSError as error:  # no reason to keep the root from its next writer
-                log.warning("could not clean up %s: %s; the next start does", self.root, error)
-            for series in self._series.values():
-                if series.name in self._committer.series_committed:
-                    self._committer.rotate(series.name, series.policy)
-        return {}
-
-    def _leave(self) -> None:
-        """Give the root back without a word to the others."""
-        self._closed = True
-        self._background.stop(5.0)
-        self._behind.close(1.0)
-        if self._owned is not None:
-            self._owned.close(min(self._timeouts.close, 5.0))
-        self._group.abandon()
+        self._ending.goodbye()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -441,15 +386,5 @@ class CheckpointManager:
     def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
         if value is None:
             self.close()
-        elif not self._closed and os.getpid() == self._pid:
-            try:
-                self._flush_for(value)
-                self._leave()  # the others may be anywhere: no collective, and nothing may hide the exception in flight
-            except (DistckptError, OSError) as error:
-                log.warning("closing after %s: %s", type(value).__name__, error)
-
-    def _flush_for(self, value: BaseException) -> None:
-        """The save in flight ends in a known state before an exception goes on; what it failed with becomes a note."""
-        self._behind.staged()
-        self._background.wait(self._timeouts.close)
-        self._background.note_unreported(value)
+        elif not self._ending.closed and os.getpid() == self._pid:
+            self._ending.leave_after(value)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
 from distckpt.catalog import Entry, RootRecord
-from distckpt.durable import GONE, Files, fsync_tree_dirs, make_dir, replace, to_trash
+from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.janitor import Janitor
 from distckpt.journal import Journal
 from distckpt.layout import ATTEMPT, MARKER, SUBDIRECTORIES, Layout, Naming
 from distckpt.leases import Watch
 from distckpt.marker import Head, Marker
+from distckpt.ordered import fsync_tree_dirs, make_dir, replace, to_trash
 from distckpt.ownership import Ownership
 from distckpt.retention import Policy
 from distckpt.runtime import Runtime

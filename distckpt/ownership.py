@@ -17,9 +17,10 @@ from contextlib import suppress
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import GONE, TAKEN, Files, create_exclusively, make_dir, move, unlink_if_there, write_new
+from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, is_taken, number_of
+from distckpt.ordered import create_exclusively, make_dir, move, unlink_if_there, write_new
 from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)

@@ -14,20 +14,11 @@ from dataclasses import dataclass, field
 from distckpt import catalog, trust
 from distckpt import marker as _marker
 from distckpt.catalog import Problem
-from distckpt.durable import (
-    GONE,
-    TAKEN,
-    Files,
-    fsync_tree_dirs,
-    is_listed,
-    move,
-    replace,
-    to_trash,
-    unlink_if_there,
-)
+from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import MarkerError
 from distckpt.layout import ATTEMPT, MARKER, Layout, Naming, series_of
 from distckpt.marker import Marker
+from distckpt.ordered import fsync_tree_dirs, is_listed, move, replace, to_trash, unlink_if_there
 from distckpt.removal import discard
 
 log = logging.getLogger(__name__)

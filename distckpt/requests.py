@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt import catalog
-from distckpt.durable import Files, move, unlink_if_there, write_new
+from distckpt.durable import Files
 from distckpt.layout import Layout
+from distckpt.ordered import move, unlink_if_there, write_new
 from distckpt.runtime import Runtime
 
 _UNDER_WAY = ".tmp"

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from distckpt import catalog, leases
 from distckpt.catalog import Entry
-from distckpt.durable import Files, move
+from distckpt.durable import Files
 from distckpt.errors import MarkerError
 from distckpt.layout import Layout
 from distckpt.marker import Marker
+from distckpt.ordered import move
 from distckpt.retention import KeepAll, Policy, Record, newest_first
 
 log = logging.getLogger(__name__)

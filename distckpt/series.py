@@ -1,20 +1,41 @@
-"""A further line of checkpoints: a view of a manager, with limits of its own."""
+"""The lines of checkpoints of a manager, and a view of a further one, with limits of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distckpt.checkpoint import Checkpoint
-from distckpt.layout import check_step
+from distckpt.errors import ConfigError
+from distckpt.layout import Naming, check_step
 from distckpt.resume import Resumed
+from distckpt.retention import Policy
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
 from distckpt.steps import Schedule
 
 if TYPE_CHECKING:
     from distckpt.manager import CheckpointManager
+
+
+@dataclass(frozen=True)
+class Series:
+    """What stays of a line of checkpoints, and when a save of it is due."""
+
+    policy: Policy
+    schedule: Schedule
+
+
+def check_apart(name: str, others: Collection[str], naming: Naming) -> None:
+    """ConfigError when ``name`` is one of the ``others``, or could own a name of theirs."""
+    if name in others:
+        raise ConfigError(f"series {name!r} exists already; make it once and keep the view")
+    mine = naming.of_series(name)
+    for other in others:
+        if mine.overlaps(naming.of_series(other)):
+            raise ConfigError(f"series {name!r} and {other!r} could both own a name under {naming.template!r}")
 
 
 class SeriesView:

@@ -11,9 +11,10 @@ from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.digest import SHA256
-from distckpt.durable import GONE, Files, make_dir, move, rmdir_if_there, unlink_if_there, write_new
+from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import Layout, Naming
+from distckpt.ordered import make_dir, move, rmdir_if_there, unlink_if_there, write_new
 from distckpt.owned import OwnedRoot
 from distckpt.removal import remove_tree
 from distckpt.retention import KeepAll, Policy

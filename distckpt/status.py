@@ -11,8 +11,9 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from distckpt.durable import Files, unlink_if_there
+from distckpt.durable import Files
 from distckpt.layout import Layout
+from distckpt.ordered import unlink_if_there
 from distckpt.runtime import Runtime
 
 log = logging.getLogger(__name__)

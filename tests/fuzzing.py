@@ -262,7 +262,7 @@ def metadata(data: bytes) -> None:
     """A pickle in the place of DCP's metadata: any error, and nothing that is not metadata."""
     try:
         _Unpickler(io.BytesIO(data)).load()
-    except Exception:  # a pickle may raise anything; what counts is what it does, and tests/unit/test_security.py tells that
+    except Exception:  # a pickle may raise anything; what counts is what it does, and tests/unit/test_unpickling.py tells that
         return
 
 

@@ -1,6 +1,7 @@
 """Real ranks for tests: processes forked from a server that has torch loaded (about 0.1 s each), gloo, an own port.
 
-Every run has a hard time limit; when it hits it, all stacks of all ranks are dumped and every rank is killed.
+Every run has a hard time limit; when it hits it, all stacks of all ranks are dumped and every rank is killed. For tests as they
+come: the server forks, so the caller may have threads. Who makes hundreds of runs uses ``tests.crash.forks``.
 """
 
 from __future__ import annotations

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import distckpt
 from distckpt import catalog, owned
 from distckpt import digest as _digest
 from distckpt import marker as _marker
 from distckpt.catalog import RootRecord
+from distckpt.checkpoint import Checkpoint
 from distckpt.durable import REAL, Files
 from distckpt.layout import MAIN, MARKER, Layout, Naming
 from distckpt.marker import FileEntry, Head, Marker
@@ -144,3 +147,28 @@ def standing(files: Files) -> dict[str, str]:
             assert catalog.check_files(files, layout.final(entry.name), whole.files, digest=True) == [], entry
             found[entry.name] = whole.head.attempt
     return found
+
+
+def found(directory: Path) -> Checkpoint:
+    """The committed checkpoint in ``directory``."""
+    return Checkpoint(str(directory), catalog.read_marker(REAL, str(directory)))
+
+
+def saved(root: Path, state: Any, **options: Any) -> Path:
+    """``state`` as step 1 of ``root``, by one rank; its directory."""
+    with distckpt.CheckpointManager(root, **options) as manager:
+        manager.save(1, state)
+    return root / "step-1"
+
+
+def restore(root: Path, state: Any, **options: Any) -> Any:
+    """What a manager of ``root``, of one rank, restores into ``state``: the step."""
+    with distckpt.CheckpointManager(root, **options) as manager:
+        return manager.restore(state)
+
+
+def same_size(path: Path, data: bytes) -> None:
+    """Put ``data`` in the place of a file's bytes, so that only its digest tells."""
+    size = path.stat().st_size
+    assert len(data) <= size
+    path.write_bytes(data.ljust(size, b"\0"))

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distckpt import catalog, ownership, recovery
-from distckpt.durable import GONE, Files, Item, walk
+from distckpt.durable import GONE, Files, Item
 from distckpt.errors import MarkerError
 from distckpt.layout import ATTEMPT, MARKER, is_taken, number_of, series_of
 from distckpt.marker import Marker
+from distckpt.ordered import walk
 from distckpt.reader import Root
 from distckpt.runtime import Identity
 

@@ -8,7 +8,7 @@ from distckpt import leases
 from distckpt.catalog import Entry
 from distckpt.cli import exits, output, target
 from distckpt.cli.output import Output
-from distckpt.durable import make_dir
+from distckpt.ordered import make_dir
 from distckpt.reader import Root
 
 

@@ -12,10 +12,11 @@ from distckpt import catalog, human, trust
 from distckpt.catalog import Entry
 from distckpt.cli import exits, output, survey, target
 from distckpt.cli.output import Output
-from distckpt.durable import GONE, REAL, Files, unlink_if_there
+from distckpt.durable import GONE, REAL, Files
 from distckpt.errors import MarkerError, StepNotFound
 from distckpt.layout import HOME
 from distckpt.marker import FileEntry, Marker
+from distckpt.ordered import unlink_if_there
 from distckpt.reader import Root
 
 OK, DAMAGED, SKIPPED = "ok", "DAMAGED", "skipped"

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from distckpt import marker as _marker
 from distckpt import trust
-from distckpt.durable import fsync_tree_dirs, is_listed, move, rmdir_if_there, to_trash, unlink_if_there, write_new
 from distckpt.errors import MarkerError, RootInUse
 from distckpt.layout import MARKER
 from distckpt.marker import Marker
+from distckpt.ordered import fsync_tree_dirs, is_listed, move, rmdir_if_there, to_trash, unlink_if_there, write_new
 from distckpt.owned import OwnedRoot
 from distckpt.recovery import REPLACED
 

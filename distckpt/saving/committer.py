@@ -10,10 +10,10 @@ from distckpt import catalog, human, rotation
 from distckpt.catalog import Entry
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Report, require_same
-from distckpt.durable import walk
 from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
 from distckpt.layout import MAIN, MARKER, Naming, member_path_problem
 from distckpt.marker import FileEntry, Head, Marker
+from distckpt.ordered import walk
 from distckpt.owned import OwnedRoot
 from distckpt.retention import Policy
 from distckpt.saving.commit import commit

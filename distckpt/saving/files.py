@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from distckpt import digest as _digest
-from distckpt.durable import PIECE, Files, Output, make_dir
+from distckpt.durable import PIECE, Files, Output
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
+from distckpt.ordered import make_dir
 
 _PACE = 8 << 20
 _BEHIND = 32 << 20

@@ -1,5 +1,7 @@
 """Ranks forked from a process that has torch loaded and no threads: a run of two costs some 50 ms.
 
+For hundreds of runs in a row: the caller itself is what is forked, so it must be such a process.
+
 ``alone`` and ``group`` run a function and say how each rank ended; ``start`` gives the running ranks, for what stops and
 continues them. Nothing is waited for beyond a deadline: a rank that has not ended by then dumps its stacks and is killed.
 Linux only. Importing this does not import torch.

@@ -6,7 +6,6 @@ Peers start with ``torch.distributed.checkpoint``'s defaults; "kept stager" is w
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,30 +13,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
 from scripts.benchmarks.report import Row
+from scripts.benchmarks.subjects import WORLD, Dcp, Ours, Times, Trainer, end_children, memcpy, share
 from tests.harness import run as run_ranks
 from tests.harness import values
 
-WORLD = 2
 _FULL, _QUICK = 1 << 30, 64 << 20
-_PIECE = 8 << 20
 _ROOMY = 12 << 30
 _LIMIT = 900.0
 _ENOUGH = 200.0
 _KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 
-Times = tuple[float, ...]
 Found = dict[str, list[Times]]
 
 
@@ -96,127 +88,15 @@ def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) 
     return {name: times[1:] for name, times in found.items()}
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
-
-
-def _tensors(size: int) -> dict[str, torch.Tensor]:
-    """One rank's share of ``size`` bytes."""
-    one = torch.randn(_PIECE // 4)
-    return {f"layer.{i}": one.clone() for i in range(size // WORLD // _PIECE)}
-
-
-def _memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
-    """One copy of the same bytes into memory that was touched before, by the fastest means there is here."""
-    pairs = [(torch.empty_like(t).fill_(1.0).numpy(), t.numpy()) for t in tensors.values()]
-
-    def once(turn: int) -> Times:
-        begun, cpu = time.perf_counter(), time.thread_time()
-        for into, source in pairs:
-            numpy.copyto(into, source)
-        took = time.perf_counter() - begun
-        return took, took, time.thread_time() - cpu
-
-    return once
-
-
-class _Ours:
-    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, until durable, of this thread's CPU
-    in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
-
-    def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
-        self.manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
-        self.state = state
-        self._step = 0
-
-    def begin(self, **how: Any) -> tuple[float, distckpt.SaveHandle]:
-        self._step += 1
-        begun = time.perf_counter()
-        handle = self.manager.save(self._step, self.state, **how)
-        return time.perf_counter() - begun, handle
-
-    def end(self) -> None:
-        """Durable on every rank, and what rotated away is deleted: the next variant finds the disk at rest."""
-        self.manager.wait()
-        dist.barrier()
-        if self.manager._owned is not None:
-            self.manager._owned.janitor.wait(60)
-
-    def background(self, turn: int) -> Times:
-        begun, cpu = time.perf_counter(), time.thread_time()
-        stall, handle = self.begin(background=True)
-        cpu = time.thread_time() - cpu
-        handle.result()
-        durable = time.perf_counter() - begun
-        self.end()
-        return stall, durable, cpu
-
-    def synchronous(self, turn: int) -> Times:
-        cpu = time.thread_time()
-        took, _ = self.begin()
-        cpu = time.thread_time() - cpu
-        self.end()
-        return took, took, cpu
-
-
-class _Dcp:
-    """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does)."""
-
-    def __init__(self, rank: int, folder: str, tensors: dict[str, torch.Tensor], kind: AsyncCheckpointerType | None = None,
-                 keep_stager: bool = False) -> None:
-        mesh = init_device_mesh("cpu", (WORLD,))
-        self._state = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in tensors.items()}
-        self._rank, self._folder, self._kind, self._turn = rank, folder, kind, 0
-        self._group = dist.new_group(backend="gloo")  # its thread's collectives must not meet the training's
-        shared = kind is AsyncCheckpointerType.PROCESS
-        self._stager = DefaultStager(StagingOptions(False, shared, False, False)) if keep_stager else None
-        if shared:
-            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have no child
-
-    def begin(self) -> tuple[float, Any]:
-        self._turn += 1
-        path = f"{self._folder}/{self._turn}"
-        begun = time.perf_counter()
-        if self._kind is None:
-            dcp.save(self._state, checkpoint_id=path, process_group=self._group)
-            future = None
-        else:
-            future = dcp.async_save(self._state, checkpoint_id=path, process_group=self._group, async_stager=self._stager,
-                                    async_checkpointer_type=self._kind)
-        return time.perf_counter() - begun, future
-
-    def end(self) -> None:
-        dist.barrier()
-        if self._rank == 0:
-            shutil.rmtree(f"{self._folder}/{self._turn}")
-        dist.barrier()
-
-    def __call__(self, turn: int) -> Times:
-        begun, cpu = time.perf_counter(), time.thread_time()
-        stall, future = self.begin()
-        cpu = time.thread_time() - cpu
-        if future is not None:
-            future.result()
-        durable = time.perf_counter() - begun
-        self.end()
-        return stall, durable, cpu
-
-
-def _end_children() -> None:
-    """DCP's checkpoint process would outlive a rank that leaves without the interpreter's shutdown."""
-    for child in multiprocessing.active_children():
-        child.terminate()
-        child.join()
-
-
 # -- the stall of a call -----------------------------------------------------------------------------------------------
 
 
 def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
-    tensors = _tensors(size)
+    tensors = share(size)
     with ExitStack() as stack:
-        thread = _Ours(stack, f"{place}/thread", distckpt.Shards(tensors))
-        process = _Ours(stack, f"{place}/process", distckpt.Shards(tensors), writer="process")
-        return _rotate(rank, {"memcpy": _memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
+        thread = Ours(stack, f"{place}/thread", distckpt.Shards(tensors))
+        process = Ours(stack, f"{place}/process", distckpt.Shards(tensors), writer="process")
+        return _rotate(rank, {"memcpy": memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
 
 
 def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
@@ -230,19 +110,19 @@ def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
     """In a process that has saved nothing yet, some steps after its start."""
-    tensors = _tensors(size)
-    trainer = _Trainer()
+    tensors = share(size)
+    trainer = Trainer()
     if which != "ours":
-        peer = _Dcp(rank, place, tensors, AsyncCheckpointerType[which.upper()])
+        peer = Dcp(rank, place, tensors, AsyncCheckpointerType[which.upper()])
         trainer.run(0.5)
         dist.barrier()
         try:
             return {which: [peer(turn)]}
         finally:
-            _end_children()
+            end_children()
     with ExitStack() as stack:
-        copy = _memcpy(tensors)
-        ours = _Ours(stack, f"{place}/root", distckpt.Shards(tensors))
+        copy = memcpy(tensors)
+        ours = Ours(stack, f"{place}/root", distckpt.Shards(tensors))
         ours.manager.restore(ours.state)
         step = 0
         while step < 3 or ours.manager._behind._preparing is None or ours.manager._behind._preparing.is_alive():
@@ -292,7 +172,7 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     batch = torch.randn(64, width)
     with ExitStack() as stack:
-        ours = _Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
+        ours = Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
 
         def step(how: str | None) -> Times:
             begun, cpu = time.perf_counter(), time.thread_time()
@@ -309,7 +189,7 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
             return called, fence, called + fence, whole, cpu
 
         step(None)
-        copy = _memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
+        copy = memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
             moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
         return _rotate(rank, {"memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
                               "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
@@ -332,19 +212,19 @@ def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
 
 
 def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
-    tensors = _tensors(size)
+    tensors = share(size)
     with ExitStack() as stack:
-        ours = _Ours(stack, f"{place}/ours", distckpt.Shards(tensors))
+        ours = Ours(stack, f"{place}/ours", distckpt.Shards(tensors))
         variants: dict[str, Callable[[int], Times]] = {
-            "ours": ours.background, "sync": ours.synchronous, "dcp.save": _Dcp(rank, f"{place}/dcp", tensors)}
+            "ours": ours.background, "sync": ours.synchronous, "dcp.save": Dcp(rank, f"{place}/dcp", tensors)}
         for name, kind in _KINDS.items():
-            variants[f"{name}, kept stager"] = _Dcp(rank, f"{place}/{name}-kept", tensors, kind, keep_stager=True)
+            variants[f"{name}, kept stager"] = Dcp(rank, f"{place}/{name}-kept", tensors, kind, keep_stager=True)
             if not quick:
-                variants[name] = _Dcp(rank, f"{place}/{name}", tensors, kind)
+                variants[name] = Dcp(rank, f"{place}/{name}", tensors, kind)
         try:
             return _rotate(rank, variants, turns)
         finally:
-            _end_children()
+            end_children()
 
 
 def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
@@ -360,39 +240,6 @@ def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
 # -- training beside a save --------------------------------------------------------------------------------------------
 
 
-class _Trainer:
-    """Steps of many small operations, in lockstep over the ranks: they need both the core and the interpreter's lock."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self._model = torch.nn.Sequential(*(m for _ in range(24) for m in (torch.nn.Linear(256, 256), torch.nn.LayerNorm(256),
-                                                                            torch.nn.GELU())))
-        self._optimizer = torch.optim.AdamW(self._model.parameters())
-        self._batch = torch.randn(32, 256)
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        self._model(self._batch).square().mean().backward()
-        self._optimizer.step()
-
-    def until(self, done: Callable[[], bool]) -> tuple[int, float]:
-        """(steps, seconds) until ``done`` on every rank, as all of them see it after the same step."""
-        begun, steps = time.perf_counter(), 0
-        while True:
-            self.step()
-            steps += 1
-            ended = torch.tensor([float(done())])
-            dist.all_reduce(ended)
-            if int(ended) == WORLD:
-                return steps, time.perf_counter() - begun
-
-    def run(self, seconds: float) -> float:
-        """Seconds per step, over about ``seconds``."""
-        end = time.perf_counter() + seconds
-        steps, took = self.until(lambda: time.perf_counter() >= end)
-        return took / steps
-
-
 def _cpu_beside() -> float:
     """CPU seconds so far of everything but this thread: the process's other threads, and its children."""
     me = psutil.Process()
@@ -403,11 +250,11 @@ def _cpu_beside() -> float:
 def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
     """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight, CPU seconds
     that the save took beside the training thread)"""
-    tensors, trainer = _tensors(size), _Trainer()
+    tensors, trainer = share(size), Trainer()
     alone = 0.2 if quick else 1.0
     kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
 
-    def beside(saver: _Ours | _Dcp, **how: Any) -> Callable[[int], Times]:
+    def beside(saver: Ours | Dcp, **how: Any) -> Callable[[int], Times]:
         def once(turn: int) -> Times:
             before, cpu = trainer.run(alone), _cpu_beside()
             stall, handle = saver.begin(**how)
@@ -419,14 +266,14 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
         return once
 
     with ExitStack() as stack:
-        variants = {f"ours, {name}": beside(_Ours(stack, f"{place}/{name}", distckpt.Shards(tensors), writer=name),
+        variants = {f"ours, {name}": beside(Ours(stack, f"{place}/{name}", distckpt.Shards(tensors), writer=name),
                                             background=True) for name in kinds}
         for name, kind in kinds.items():
-            variants[f"dcp, {name}"] = beside(_Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
+            variants[f"dcp, {name}"] = beside(Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
         try:
             return _rotate(rank, variants, turns)
         finally:
-            _end_children()
+            end_children()
 
 
 def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:

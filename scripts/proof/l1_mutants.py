@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distckpt import durable
+from distckpt import durable, ordered
 from distckpt.coordination.rounds import Call
 from distckpt.coordination.store import Client
 from distckpt.retention import KeepLast
@@ -59,7 +59,7 @@ def _publish_first(rank: int, root: str) -> None:
 
     def move(owned: Any, attempt: str, name: str, replace: bool) -> None:
         owned.files.rename(owned.layout.staging(owned.generation, attempt, name), owned.layout.final(name))
-        durable.write_new(owned.files, f"{owned.layout.final(name)}/commit.json", written.pop()[1])
+        ordered.write_new(owned.files, f"{owned.layout.final(name)}/commit.json", written.pop()[1])
         owned.files.fsync_dir(owned.layout.final(name))
 
     commit.write_new = later  # type: ignore[attr-defined]

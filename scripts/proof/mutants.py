@@ -51,6 +51,7 @@ _OWN: dict[str, tuple[str, ...]] = {
     "saving/finaliser.py": ("test_hooks.py",),
     "saving/saver.py": ("test_hooks.py", "test_options.py"),
     "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
+    "ordered.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
     "removal.py": ("test_durable.py", "test_recovery.py", "test_rotation.py"),
     "owned.py": ("test_order.py", "test_owned.py", "test_rotation.py", "test_commit.py"),
     "recovery.py": ("test_order.py", "test_recovery.py"),
@@ -58,10 +59,10 @@ _OWN: dict[str, tuple[str, ...]] = {
     "janitor.py": ("test_order.py", "test_leases.py", "test_rotation.py"),
     "ownership.py": ("test_fencing.py", "test_ownership.py"),
     "leases.py": ("test_leases.py",),
-    "coordination/gate.py": ("test_gate.py",),
+    "coordination/gate.py": ("test_gate.py", "test_background.py"),
     "coordination/rounds.py": ("test_rounds.py",),
     "coordination/group.py": ("test_rounds.py", "test_bootstrap.py"),
-    "background.py": ("test_gate.py",),
+    "background.py": ("test_gate.py", "test_background.py"),
 }
 
 
@@ -92,7 +93,7 @@ DETECTORS = (
     Detector("power-cut", ("pytest", "-k", "not mutant", *_unit(
         "order", "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies",
         "power_cut", "commit", "fault_loops"))),
-    Detector("gate", ("pytest", *_unit("gate", "rounds", "signals"))),
+    Detector("gate", ("pytest", *_unit("gate", "background", "rounds", "signals"))),
     Detector("schedules", ("pytest", "tests/proof/test_schedules.py")),
     Detector("order", ("pytest", "tests/crash/test_strace_order.py")),
     Detector("ranks", ("pytest", *_ranks(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
-         "saving/saver.py", "durable.py", "removal.py", "owned.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
-         "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
+         "saving/saver.py", "durable.py", "ordered.py", "removal.py", "owned.py", "recovery.py", "rotation.py", "janitor.py",
+         "ownership.py", "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
 
 _SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
 _CALLS = _SYNCS | {

@@ -74,7 +74,7 @@ def test_a_run_of_another_seed_begins_elsewhere(all_of_them: list[Mutant]) -> No
 
 
 def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_path: Path, all_of_them: list[Mutant]) -> None:
-    source = (PACKAGE / "durable.py").read_bytes()
+    source = (PACKAGE / "ordered.py").read_bytes()
     mutant = one(all_of_them, "to_trash", "files.fsync_dir(os.path.dirname(target))")
     told: list[str] = []
     hunt = Hunt(tmp_path, [Detector("durable", ("pytest", "tests/unit/test_durable.py"))], workers=1,
@@ -82,7 +82,7 @@ def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_pat
     (found,) = hunt.find([mutant], lambda: True)
     assert found.by == "durable" and "test_durable.py::test_S21" in found.how, found
     assert "is green" in told[0] and "| durable |" in told[1]
-    assert (PACKAGE / "durable.py").read_bytes() == (tmp_path / "copy-0" / "distckpt" / "durable.py").read_bytes() == source
+    assert (PACKAGE / "ordered.py").read_bytes() == (tmp_path / "copy-0" / "distckpt" / "ordered.py").read_bytes() == source
 
 
 def test_whoever_imports_another_package_than_the_copy_is_noticed_and_so_is_whoever_hangs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Unit tests share nothing: the registry of open roots is emptied around each."""
+"""Unit tests share nothing: the registry of open roots is emptied around each, and no key to sign with is inherited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distckpt import owned
+from distckpt import owned, trust
 from distckpt.cli.main import main
 from tests.support import Answer, Command
 
@@ -16,6 +16,11 @@ def no_open_roots() -> Iterator[None]:
     owned._open.clear()
     yield
     owned._open.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(trust.KEY_VARIABLE, raising=False)
 
 
 @pytest.fixture

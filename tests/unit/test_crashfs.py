@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distckpt.durable import REAL, Files, Item, create_exclusively, make_dir, replace, to_trash, write_new
+from distckpt.durable import REAL, Files, Item
+from distckpt.ordered import create_exclusively, make_dir, replace, to_trash, write_new
 from distckpt.removal import remove_tree
 from distckpt.testing.crashfs import CrashFiles, PowerCut, write_payload
 

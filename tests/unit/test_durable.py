@@ -1,4 +1,4 @@
-"""The composed operations, killed at every operation and cut at every moment."""
+"""The system calls, and what ``ordered`` and ``removal`` make of them, killed at every one and cut at every moment."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from pathlib import Path
 import pytest
 
 from distckpt import durable
-from distckpt.durable import (
-    REAL,
-    create_exclusively,
-    fsync_tree_dirs,
-    make_dir,
-    replace,
-    to_trash,
-    unlink_if_there,
-    write_new,
-)
+from distckpt.durable import REAL
 from distckpt.layout import MARKER
+from distckpt.ordered import create_exclusively, fsync_tree_dirs, make_dir, replace, to_trash, unlink_if_there, write_new
 from distckpt.removal import discard, remove_tree
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distckpt.durable import REAL, replace, write_new
+from distckpt.durable import REAL
+from distckpt.ordered import replace, write_new
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.faults import (
     ENVIRONMENT,
@@ -133,7 +134,7 @@ def test_a_read_fails_only_when_it_is_named() -> None:
 
 
 def test_the_environment_kills_a_process_for_real(tmp_path: Path) -> None:
-    program = (f"from distckpt.durable import write_new\nfrom distckpt.testing.faults import from_environment\n"
+    program = (f"from distckpt.ordered import write_new\nfrom distckpt.testing.faults import from_environment\n"
                f"write_new(from_environment(), {str(tmp_path / 'f')!r}, b'abc')\nprint('done')")
     environment = {**os.environ, ENVIRONMENT: "kill:2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)

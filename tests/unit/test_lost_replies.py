@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from distckpt import leases
-from distckpt.durable import Files, Item, Output, Stat, move, replace
+from distckpt.durable import Files, Item, Output, Stat
 from distckpt.layout import Layout
+from distckpt.ordered import move, replace
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.faults import FaultyFiles, fail, resend

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from distckpt import recovery
-from distckpt.durable import Files, write_new
+from distckpt.durable import Files
 from distckpt.errors import RootInUse
 from distckpt.layout import MARKER, Layout
 from distckpt.leases import take
 from distckpt.marker import Marker
+from distckpt.ordered import write_new
 from distckpt.owned import OwnedRoot
 from distckpt.retention import KeepLast
 from distckpt.rotation import Context

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from distckpt import janitor, owned, recovery
-from distckpt.durable import Files, fsync_tree_dirs, walk, write_new
+from distckpt.durable import Files
 from distckpt.errors import DistckptError, SaveError
 from distckpt.layout import MARKER
 from distckpt.marker import Marker
+from distckpt.ordered import fsync_tree_dirs, walk, write_new
 from distckpt.owned import OwnedRoot
 from distckpt.retention import KeepLast
 from distckpt.rotation import Context

@@ -1,4 +1,7 @@
-"""A process that has torch loaded and no threads, and makes one run after another; and two of them, kept busy."""
+"""A process that has torch loaded and no threads, and makes one run after another; and two of them, kept busy.
+
+For L2: the runs are ``distckpt.testing.forks``'s, and this keeps two at a time going, which share what was learned once.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,168 @@
+"""What ``background`` measures, on one of two ranks: a plain copy, our saves, DCP's, and the training beside them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import distckpt
+
+WORLD = 2
+_PIECE = 8 << 20
+
+Times = tuple[float, ...]
+
+
+def share(size: int) -> dict[str, torch.Tensor]:
+    """One rank's share of ``size`` bytes."""
+    one = torch.randn(_PIECE // 4)
+    return {f"layer.{i}": one.clone() for i in range(size // WORLD // _PIECE)}
+
+
+def memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
+    """One copy of the same bytes into memory that was touched before, by the fastest means there is here."""
+    pairs = [(torch.empty_like(t).fill_(1.0).numpy(), t.numpy()) for t in tensors.values()]
+
+    def once(turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        for into, source in pairs:
+            numpy.copyto(into, source)
+        took = time.perf_counter() - begun
+        return took, took, time.thread_time() - cpu
+
+    return once
+
+
+class Ours:
+    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, until durable, of this thread's CPU
+    in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
+
+    def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
+        self.manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
+        self.state = state
+        self._step = 0
+
+    def begin(self, **how: Any) -> tuple[float, distckpt.SaveHandle]:
+        self._step += 1
+        begun = time.perf_counter()
+        handle = self.manager.save(self._step, self.state, **how)
+        return time.perf_counter() - begun, handle
+
+    def end(self) -> None:
+        """Durable on every rank, and what rotated away is deleted: the next variant finds the disk at rest."""
+        self.manager.wait()
+        dist.barrier()
+        if self.manager._owned is not None:
+            self.manager._owned.janitor.wait(60)
+
+    def background(self, turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        stall, handle = self.begin(background=True)
+        cpu = time.thread_time() - cpu
+        handle.result()
+        durable = time.perf_counter() - begun
+        self.end()
+        return stall, durable, cpu
+
+    def synchronous(self, turn: int) -> Times:
+        cpu = time.thread_time()
+        took, _ = self.begin()
+        cpu = time.thread_time() - cpu
+        self.end()
+        return took, took, cpu
+
+
+class Dcp:
+    """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does)."""
+
+    def __init__(self, rank: int, folder: str, tensors: dict[str, torch.Tensor], kind: AsyncCheckpointerType | None = None,
+                 keep_stager: bool = False) -> None:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        self._state = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+        self._rank, self._folder, self._kind, self._turn = rank, folder, kind, 0
+        self._group = dist.new_group(backend="gloo")  # its thread's collectives must not meet the training's
+        shared = kind is AsyncCheckpointerType.PROCESS
+        self._stager = DefaultStager(StagingOptions(False, shared, False, False)) if keep_stager else None
+        if shared:
+            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have no child
+
+    def begin(self) -> tuple[float, Any]:
+        self._turn += 1
+        path = f"{self._folder}/{self._turn}"
+        begun = time.perf_counter()
+        if self._kind is None:
+            dcp.save(self._state, checkpoint_id=path, process_group=self._group)
+            future = None
+        else:
+            future = dcp.async_save(self._state, checkpoint_id=path, process_group=self._group, async_stager=self._stager,
+                                    async_checkpointer_type=self._kind)
+        return time.perf_counter() - begun, future
+
+    def end(self) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(f"{self._folder}/{self._turn}")
+        dist.barrier()
+
+    def __call__(self, turn: int) -> Times:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        stall, future = self.begin()
+        cpu = time.thread_time() - cpu
+        if future is not None:
+            future.result()
+        durable = time.perf_counter() - begun
+        self.end()
+        return stall, durable, cpu
+
+
+def end_children() -> None:
+    """DCP's checkpoint process would outlive a rank that leaves without the interpreter's shutdown."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
+
+
+class Trainer:
+    """Steps of many small operations, in lockstep over the ranks: they need both the core and the interpreter's lock."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._model = torch.nn.Sequential(*(m for _ in range(24) for m in (torch.nn.Linear(256, 256), torch.nn.LayerNorm(256),
+                                                                            torch.nn.GELU())))
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._batch = torch.randn(32, 256)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
+
+    def until(self, done: Callable[[], bool]) -> tuple[int, float]:
+        """(steps, seconds) until ``done`` on every rank, as all of them see it after the same step."""
+        begun, steps = time.perf_counter(), 0
+        while True:
+            self.step()
+            steps += 1
+            ended = torch.tensor([float(done())])
+            dist.all_reduce(ended)
+            if int(ended) == WORLD:
+                return steps, time.perf_counter() - begun
+
+    def run(self, seconds: float) -> float:
+        """Seconds per step, over about ``seconds``."""
+        end = time.perf_counter() + seconds
+        steps, took = self.until(lambda: time.perf_counter() >= end)
+        return took / steps
