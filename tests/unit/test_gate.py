@@ -426,14 +426,14 @@ def test_news_behind_a_number_that_was_taken_and_never_written(ranks: Callable[.
     client = found.source()
     number = client.ticket("news")
     found.tell(1, Act("save", "behind it"))
-    assert _until(lambda: found.behind[0].gate.flag)
-    seen = found.run(lambda rank: _met(found, rank, 300))
+    assert until(lambda: found.behind[0].gate.flag)
+    seen = found.run(lambda rank: met(found, rank, 300))
     assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["behind it"]
     client.set(f"news/{number}", Act("save", "late").to_json())
-    assert _until(lambda: found.behind[0].gate.flag)
-    seen = found.run(lambda rank: _met(found, rank, 300))
+    assert until(lambda: found.behind[0].gate.flag)
+    seen = found.run(lambda rank: met(found, rank, 300))
     assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["late"]
-    assert _until(lambda: found.store.num_keys() == 1)
+    assert until(lambda: found.store.num_keys() == 1)
 
 
 def test_an_answer_is_not_awaited_from_a_rank_that_died_while_it_was_asked(ranks: Callable[..., Ranks]) -> None:
@@ -441,9 +441,9 @@ def test_an_answer_is_not_awaited_from_a_rank_that_died_while_it_was_asked(ranks
     found.listeners[1].stop(found.source())
     begun = time.monotonic()
     found.tell(2, Act("save", "asked"))
-    assert _until(lambda: found.behind[0].gate.flag)
+    assert until(lambda: found.behind[0].gate.flag)
     found.runtime.dead.add(1)
-    seen = found.run(lambda rank: _met(found, rank, 700), ranks=[0, 2])
+    seen = found.run(lambda rank: met(found, rank, 700), ranks=[0, 2])
     assert seen[0] == seen[1] and [s[1] for s in seen[0]] == ["RankLost"]
     assert time.monotonic() - begun < gate_module.ANSWER
 
@@ -456,7 +456,7 @@ def test_a_failure_is_raised_though_rank_0_has_left_since(ranks: Callable[..., R
     behind.gate.act(2, Act("failed", data={"number": 1, "error": to_wire(failure(1, 0))}))
     behind.gate.act(2, Act("stop", "SIGTERM"))
     store.dead = True
-    assert _until(lambda: behind.gate.lost is not None)
+    assert until(lambda: behind.gate.lost is not None)
     seen = found.run(lambda rank: [_raised(behind, step) for step in (1, 2, 3)], timeout=5, ranks=[1])
     assert seen[0] == ["CoordinatorLost", "SaveError", "CoordinatorLost"]
 
