@@ -67,7 +67,7 @@ class Background:
         self._gatekeeper: Gatekeeper | None = None
         if group.rank == 0:
             self._gatekeeper = Gatekeeper(source, group.rounds.caller, group.world, runtime, self._has_ended)
-        self._messenger = _Messenger(source, runtime, timed if group.rank == 0 else None)
+        self._messenger = _Messenger(source, runtime, timed, self._gatekeeper)
         self._posted_stop = False
         self._finaliser = self._new_finaliser()
 
@@ -311,8 +311,9 @@ class _Messenger:
     only thread, and where the resolver is slow (5 s until it gives up) every rank would stand at its gate meanwhile.
     """
 
-    def __init__(self, source: ClientSource, runtime: Runtime, timed: Callable[[], Act | None] | None) -> None:
-        self._source, self._runtime, self._timed = source, runtime, timed
+    def __init__(self, source: ClientSource, runtime: Runtime, timed: Callable[[], Act | None] | None,
+                 gatekeeper: Gatekeeper | None) -> None:
+        self._source, self._runtime, self._timed, self._gatekeeper = source, runtime, timed, gatekeeper
         self._lock = runtime.lock()
         self._wake = runtime.event()
         self._queue: list[Act] = []
@@ -337,15 +338,18 @@ class _Messenger:
                     acts, self._queue = self._queue, []
                 for act in [*acts, *self._by_the_clock()]:
                     post(client, act)
-                if self._stopping and not self._queue:
+                stopping = self._stopping and not self._queue
+                if self._gatekeeper is not None:
+                    self._gatekeeper.mind(client, stopping)
+                if stopping:
                     return
-                self._wake.wait(None if self._timed is None else _SECOND)
+                self._wake.wait(None if self._gatekeeper is None else _SECOND)
                 self._wake.clear()
         except CoordinationError as error:
             log.debug("news does not reach rank 0 any more: %s", error)
 
     def _by_the_clock(self) -> list[Act]:
-        if self._timed is None or self._stopping:
+        if self._timed is None or self._gatekeeper is None or self._stopping:
             return []
         try:
             timed = self._timed()

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 ANSWER = 5.0
 RETRY = 1.0
-PATIENCE = 0.5
 AT_CLOSE = 1 << 53
 _LOOKS = 10
+_FILLED: dict[str, Any] = {"filled": True}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class Gatekeeper:
         self._failed: set[int] = set()
         self._stopping = False
         self._number = 0
-        self._unwritten: list[int] = []
+        self._filled: list[int] = []
+        self._suspect = -1
         self.ending = False
         self._thread = runtime.thread("gatekeeper", self._run)
 
@@ -166,7 +167,10 @@ class Gatekeeper:
         try:
             client = self._source()
             while True:
-                key = self._next(client)
+                key = news_key(self._number)
+                if not client.wait([key], None):
+                    continue
+                self._number += 1  # before it is deleted, so that ``mind`` does not take it for one that never came
                 value: dict[str, Any] = {}
                 try:
                     value = client.get([key])[0]
@@ -175,6 +179,9 @@ class Gatekeeper:
                 except CoordinationError as error:  # not of our making; the news after it must still be heard
                     log.warning("news is passed over: %s", error)
                 client.delete([key])
+                if value == _FILLED:
+                    self._filled.append(self._number - 1)
+                    continue
                 if value.get("kind") == "bye":
                     return
                 if not value:
@@ -191,24 +198,25 @@ class Gatekeeper:
         except CoordinatorLost as error:
             log.debug("the gatekeeper ends: %s", error)
 
-    def _next(self, client: Client) -> str:
-        """The key of the next news, which is there.
+    def mind(self, client: Client, ending: bool = False) -> None:
+        """Pass over news that were announced and do not come; rank 0's messenger asks for it once a second, and at its end.
 
-        A rank that was killed between taking its number and writing its news leaves a number that never comes. It is passed over
-        as soon as there is news behind it, and looked for again: the rank may only be slow.
+        A rank that was killed between taking its number and writing its news leaves a number that never comes. When there is news
+        behind it, and a second look finds it no different, it is filled; what comes there later after all is posted again.
         """
-        while True:
-            key = news_key(self._number)
-            if client.wait([key], PATIENCE):
-                self._number += 1
-                return key
-            for number in self._unwritten:
-                if client.has(news_key(number)):
-                    self._unwritten.remove(number)
-                    return news_key(number)
-            if client.tickets("news") > self._number + 1:
-                self._unwritten.append(self._number)
-                self._number += 1
+        for number in list(self._filled):
+            key = news_key(number)
+            if client.has(key):
+                self._filled.remove(number)
+                value = client.get([key])[0]
+                client.delete([key])
+                client.set(news_key(client.ticket("news")), value)
+        last, first = client.tickets("news") - 1, self._number
+        suspects = range(first, last if ending else min(first + 1, last)) if ending or first == self._suspect else ()
+        for number in suspects:
+            if not client.has(news_key(number)) and number >= self._number:
+                client.claim(news_key(number), _FILLED)
+        self._suspect = first
 
     def _known(self, act: Act) -> bool:
         """Whether this is agreed already: a second signal, or a failure of which another rank has told."""

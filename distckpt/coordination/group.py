@@ -126,15 +126,16 @@ class Group:
 
     def _goodbyes(self, timeout: float) -> bool:
         """Whether every other rank has said goodbye, or is known to have ended, within ``timeout`` seconds. Rank 0 only."""
-        end = self._runtime.monotonic() + timeout
+        end, look = self._runtime.monotonic() + timeout, _LOOK
         while True:
             ended = {rank for rank, identity in self.identities.items() if self._runtime.alive(identity) is False}
             keys = [f"bye/{rank}" for rank in range(1, self.world) if rank not in ended]
             left = end - self._runtime.monotonic()
-            if not keys or self.rounds.client.wait(keys, max(0.0, min(left, _LOOK))):
+            if not keys or self.rounds.client.wait(keys, max(0.0, min(left, look))):
                 return True
             if left <= 0:
                 return False
+            look *= 2  # TCPStore writes a line to stderr for every wait that ends without its key
 
     def _drop(self) -> None:
         self._bootstrap.server = None

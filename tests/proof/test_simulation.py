@@ -234,7 +234,7 @@ def test_why_a_rank_failed_is_told_though_it_died_since() -> None:
     "world=2 scenario=stopping seed=1400201000073 fault=kill:1@28",  # it was asked at the gate, and died before it answered
     "world=2 scenario=stopping seed=0 fault=kill:1@26",  # it had taken a number for its news, and died before it wrote them
     "world=3 scenario=stopping seed=1400201001252 fault=kill:1@28 apart=1",
-    "world=2 scenario=background seed=1400301000462 fault=stop:0@165:45 apart=1"])  # a key came after its deadline, while it slept
+    "world=2 scenario=background seed=1400301000462 fault=stop:0@165:45 apart=1"])  # a key came too late, while it slept
 def test_nobody_stands_at_a_gate_for_the_dead(line: str) -> None:
     run = Case.parse(line).run()
     assert run.violations == [] and run.fired
