@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 ANSWER = 5.0
 RETRY = 1.0
+PATIENCE = 0.5
 AT_CLOSE = 1 << 53
 _LOOKS = 10
 
@@ -153,6 +154,8 @@ class Gatekeeper:
         self._freezes = 0
         self._failed: set[int] = set()
         self._stopping = False
+        self._number = 0
+        self._unwritten: list[int] = []
         self.ending = False
         self._thread = runtime.thread("gatekeeper", self._run)
 
@@ -160,13 +163,10 @@ class Gatekeeper:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        number = 0
         try:
             client = self._source()
             while True:
-                key = news_key(number)
-                if not client.wait([key], None):
-                    continue
+                key = self._next(client)
                 value: dict[str, Any] = {}
                 try:
                     value = client.get([key])[0]
@@ -175,7 +175,6 @@ class Gatekeeper:
                 except CoordinationError as error:  # not of our making; the news after it must still be heard
                     log.warning("news is passed over: %s", error)
                 client.delete([key])
-                number += 1
                 if value.get("kind") == "bye":
                     return
                 if not value:
@@ -191,6 +190,25 @@ class Gatekeeper:
                     self._tell(client, "cancel", {"freeze": self._freezes - 1}, set())
         except CoordinatorLost as error:
             log.debug("the gatekeeper ends: %s", error)
+
+    def _next(self, client: Client) -> str:
+        """The key of the next news, which is there.
+
+        A rank that was killed between taking its number and writing its news leaves a number that never comes. It is passed over
+        as soon as there is news behind it, and looked for again: the rank may only be slow.
+        """
+        while True:
+            key = news_key(self._number)
+            if client.wait([key], PATIENCE):
+                self._number += 1
+                return key
+            for number in self._unwritten:
+                if client.has(news_key(number)):
+                    self._unwritten.remove(number)
+                    return news_key(number)
+            if client.tickets("news") > self._number + 1:
+                self._unwritten.append(self._number)
+                self._number += 1
 
     def _known(self, act: Act) -> bool:
         """Whether this is agreed already: a second signal, or a failure of which another rank has told."""
@@ -211,7 +229,7 @@ class Gatekeeper:
             absent |= {rank for rank in range(self._world) if rank not in absent and self._gone(rank)}
             self._tell(client, "freeze", {"freeze": number}, absent)
             keys = {rank: answer_key(number, rank) for rank in range(self._world) if rank not in absent}
-            if self._collect(client, list(keys.values())):
+            if self._collect(client, keys):
                 answers = dict(zip(keys, client.get(list(keys.values())), strict=True))
                 client.delete(list(keys.values()))
                 act = self._with_doubts(act, answers, absent)
@@ -223,20 +241,23 @@ class Gatekeeper:
             self._tell(client, "cancel", {"freeze": number}, absent)
             if self.ending:
                 return
-            log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)
-            absent |= {rank for rank in silent if client.has(f"bye/{rank}")}
-            self._runtime.sleep(RETRY)
+            left = {rank for rank in silent if client.has(f"bye/{rank}") or self._gone(rank)}
+            absent |= left
+            if not left:
+                log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)
+                self._runtime.sleep(RETRY)
 
     def _tell(self, client: Client, op: str, data: dict[str, Any], absent: set[int]) -> None:
         for rank in range(self._world):
             if rank not in absent:
                 self._caller.send(client, rank, op, data)
 
-    def _collect(self, client: Client, keys: list[str]) -> bool:
+    def _collect(self, client: Client, keys: dict[int, str]) -> bool:
+        """Whether every answer came. The others stand at their gates meanwhile, and not for the sake of a process that ended."""
         for _ in range(_LOOKS):
-            if client.wait(keys, ANSWER / _LOOKS):
+            if client.wait(list(keys.values()), ANSWER / _LOOKS):
                 return True
-            if self.ending:
+            if self.ending or any(self._gone(rank) and not client.has(key) for rank, key in keys.items()):
                 break
         return False
 

@@ -138,6 +138,11 @@ class Client:
         with self._asking():
             return int(self._raw.add(f"{self._prefix}ticket/{name}", 1)) - 1
 
+    def tickets(self, name: str) -> int:
+        """How many were given out."""
+        with self._asking():
+            return int(self._raw.add(f"{self._prefix}ticket/{name}", 0))
+
     def key_count(self) -> int:
         """How many keys the whole store holds."""
         return int(self._raw.num_keys())

@@ -226,7 +226,7 @@ class SimClient:
         entry = (task, missing)
         store.waiting.append(entry)
         seconds = timeout.total_seconds()
-        if not scheduler.block(None if seconds > 1e6 else scheduler.now + seconds):
+        if not scheduler.block(None if seconds > 1e6 else scheduler.now + seconds) and missing:
             store.waiting = [other for other in store.waiting if other is not entry]
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {sorted(missing)[0]}")
         if missing:

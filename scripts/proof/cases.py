@@ -12,7 +12,7 @@ from distckpt.testing.explore import first_job, schedules
 from distckpt.testing.simjob import quiet
 from distckpt.testing.simulation import Run, Strike
 from scripts.proof.layer import Budget, Result
-from scripts.proof.scenarios import SCENARIOS, noticed
+from scripts.proof.scenarios import SCENARIOS, UNKNOWN, noticed
 
 VALUES = {"kill": [""], "power": [""], "stop": ["", "45"], "slow": ["0.5"], "fail": ["EIO", "ENOSPC"], "lost": ["EIO"]}
 _SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving",
@@ -84,7 +84,7 @@ class Tally:
         result.states += 1
         if SCENARIOS[case.scenario].prompt and not case.apart:
             strikes = [Strike.parse(fault) for fault in case.faults]
-            if all(strike.kind in ("kill", "fail", "lost") for strike in strikes):
+            if all(strike.kind in ("kill", "fail", "lost") and strike.at > UNKNOWN for strike in strikes):
                 result.slowest = max(result.slowest, noticed(run, strikes) or 0.0)
         result.hangs += len(run.hung)
         self.outcomes.add(hash((case.scenario, case.world, run.outcome)))

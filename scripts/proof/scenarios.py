@@ -14,7 +14,9 @@ from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.simulation import QUICK, Program, Run, Simulation, State, Strike, Told
 
 _AT_ONCE = 1.0
-_STACKS = 5.0
+UNKNOWN = 2
+"""Operations of a rank before the others know which process it is."""
+_ASKING = 10.0
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,16 @@ def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
 
 
 def _late(run: Run, strikes: Sequence[Strike], apart: bool) -> list[str]:
-    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts; rank 0 asks
-    for stacks before it raises, and that *it* stands still shows only by two looks at its heart, a deadline apart."""
+    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts. Rank 0 waits
+    for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only by
+    two looks at its heart, a deadline apart."""
     seconds = noticed(run, strikes)
     if seconds is None or len(strikes) != 1:
         return []
     strike = strikes[0]
     allowed = _AT_ONCE
-    if strike.kind == "stop" or (strike.kind == "kill" and apart):
-        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _STACKS
+    if strike.kind == "stop" or (strike.kind == "kill" and (apart or strike.at <= UNKNOWN)):
+        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _ASKING
     return [f"I6: {strike} was noticed after {seconds:.2f} s, not {allowed:g} s"] if seconds > allowed else []
 
 

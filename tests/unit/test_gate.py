@@ -420,6 +420,55 @@ def test_the_end_does_not_wait_for_an_answer_that_never_comes(ranks: Callable[..
     found.runtime.dead.add(1)
 
 
+def test_news_behind_a_number_that_was_taken_and_never_written(ranks: Callable[..., Ranks]) -> None:
+    """A rank was killed, or stopped, between the two: the news behind it is heard, and so is its own when it comes after all."""
+    found = ranks(2)
+    client = found.source()
+    number = client.ticket("news")
+    found.tell(1, Act("save", "behind it"))
+    assert until(lambda: found.behind[0].gate.flag)
+    seen = found.run(lambda rank: met(found, rank, 300))
+    assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["behind it"]
+    client.set(f"news/{number}", Act("save", "late").to_json())
+    assert until(lambda: found.behind[0].gate.flag)
+    seen = found.run(lambda rank: met(found, rank, 300))
+    assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["late"]
+    assert until(lambda: found.store.num_keys() == 1)
+
+
+def test_an_answer_is_not_awaited_from_a_rank_that_died_while_it_was_asked(ranks: Callable[..., Ranks]) -> None:
+    found = ranks(3)
+    found.listeners[1].stop(found.source())
+    begun = time.monotonic()
+    found.tell(2, Act("save", "asked"))
+    assert until(lambda: found.behind[0].gate.flag)
+    found.runtime.dead.add(1)
+    seen = found.run(lambda rank: met(found, rank, 700), ranks=[0, 2])
+    assert seen[0] == seen[1] and [s[1] for s in seen[0]] == ["RankLost"]
+    assert time.monotonic() - begun < gate_module.ANSWER
+
+
+def test_a_failure_is_raised_though_rank_0_has_left_since(ranks: Callable[..., Ranks]) -> None:
+    """Whoever raised it first may be gone, with the store; at this boundary it is still the same error."""
+    store = Mortal()
+    found = ranks(2, store=store)
+    behind = found.behind[1]
+    behind.gate.act(2, Act("failed", data={"number": 1, "error": to_wire(failure(1, 0))}))
+    behind.gate.act(2, Act("stop", "SIGTERM"))
+    store.dead = True
+    assert until(lambda: behind.gate.lost is not None)
+    seen = found.run(lambda rank: [_raised(behind, step) for step in (1, 2, 3)], timeout=5, ranks=[1])
+    assert seen[0] == ["CoordinatorLost", "SaveError", "CoordinatorLost"]
+
+
+def _raised(behind: Background, step: int) -> str:
+    try:
+        behind.poll(step)
+    except DistckptError as error:
+        return type(error).__name__
+    return ""
+
+
 def test_news_that_cannot_be_understood_stops_nobody(ranks: Callable[..., Ranks]) -> None:
     """A gatekeeper or a listener that ends by an unforeseen error would leave all ranks at their gates."""
     found = ranks(2)
