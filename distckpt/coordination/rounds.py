@@ -32,6 +32,8 @@ from distckpt.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _LOOK = 30.0
+_QUARTERS = 4
+"""How often a rank looks, within its deadline, at the heart of the rank 0 it waits for."""
 
 Report = dict[str, Any]
 Decide = Callable[[dict[int, Report]], Report]
@@ -229,17 +231,21 @@ class Call:
         return verdict
 
     def await_rank0(self, key: str, timeout: float, arrived: str | None = None) -> bool:
-        """Whether ``key`` came. The deadline runs only while rank 0 is elsewhere or its heartbeat stands still (S4).
+        """Whether ``key`` came. The deadline runs only while rank 0 is elsewhere or its heartbeat stands still (S4), so one
+        that has stopped is given up on after its deadline and the quarter in which it was first looked at.
 
         ``arrived``: a key that shows that rank 0 is in this round; None when it is known to be. A heartbeat would not do:
         a rank 0 that came last has sent none yet, and would be blamed for the one that it waits for as well.
         """
         client = self.rounds.client
         before: Any = None
-        while not client.wait([key], timeout):
+        still = 0
+        while not client.wait([key], timeout / _QUARTERS):
             beat = client.peek(beat_key(0)) or {}
             now = (beat.get("call"), beat.get("moves"))
-            if now == before or (arrived is not None and not client.has(arrived)):
+            elsewhere = arrived is not None and not client.has(arrived)
+            still = still + 1 if elsewhere or now == before else 0
+            if still == _QUARTERS:
                 return client.has(key)
             before = now
         return True

@@ -180,8 +180,8 @@ def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
 
 def _late(run: Run, strikes: Sequence[Strike], apart: bool) -> list[str]:
     """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts. Rank 0 waits
-    for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only by
-    two looks at its heart, a deadline apart."""
+    for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only at
+    its deadline, after which ``close`` has one more: first for the save in flight, then for its own round."""
     seconds = noticed(run, strikes)
     if seconds is None or len(strikes) != 1:
         return []

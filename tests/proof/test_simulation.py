@@ -23,10 +23,10 @@ from distckpt.steps import NOTHING, Todo
 from distckpt.testing.checker import ABORTED, COMMITTED, Save
 from distckpt.testing.explore import schedules
 from distckpt.testing.simjob import Moment
-from distckpt.testing.simulation import Run, Simulation, State, Strike, Told, _one_step, _to_be_told
+from distckpt.testing.simulation import QUICK, Run, Simulation, State, Strike, Told, _one_step, _to_be_told
 from scripts.proof.l0 import Case, Tally, delayed, seeded, sweep
 from scripts.proof.layer import Budget
-from scripts.proof.scenarios import _late
+from scripts.proof.scenarios import _late, noticed
 
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REPLAY = "world=2 scenario=background seed=17 fault=kill:1@40"
@@ -257,6 +257,14 @@ def test_what_is_noticed_late(fault: str, apart: bool, seconds: float, late: boo
     told = {rank: 7.0 + seconds for rank in (0, 1) if rank != strike.rank or strike.kind == "fail"}
     run = SimpleNamespace(struck={0: Moment(7.0, 30, {})}, told=told, operations={0: 20, 1: 10}, seconds=500.0)
     assert [line[:2] for line in _late(run, [strike], apart)] == ["I6"] * late  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("at", [30, 160, 220])
+def test_s4_a_rank_0_that_stands_still_is_given_up_on_after_a_deadline_and_a_quarter(at: int) -> None:
+    """At start, after the ack, at a begin: it was two deadlines when the first look came only after one of them."""
+    strike = Strike("stop", 0, at)
+    seconds = noticed(Case("sync", faults=(str(strike),)).run(), [strike])
+    assert seconds is not None and QUICK.progress <= seconds <= 1.25 * QUICK.progress
 
 
 def _ended(*told: tuple[list[tuple[int, str]], int | None, bool, BaseException | None]) -> Any:
