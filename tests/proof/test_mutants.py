@@ -88,6 +88,7 @@ def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_pat
 def test_whoever_imports_another_package_than_the_copy_is_noticed_and_so_is_whoever_hangs(tmp_path: Path) -> None:
     copy = Copy(tmp_path / "copy")
     assert copy.detect(("pytest", "tests/unit/test_durable.py"), limit=0.01) == (None, "")
+    copy.close()
     copy.package.rename(tmp_path / "away")
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-m", "scripts.proof.detect", "pytest"], cwd=copy.home, env=env, capture_output=True,
