@@ -51,7 +51,7 @@ _OWN: dict[str, str] = {
     "saving/files.py": "rank_files payloads",
     "saving/finaliser.py": "ranks/background_failures hooks",
     "saving/saver.py": "ranks/decision ranks/failures hooks options",
-    "durable.py": "durable crashfs recovery",
+    "durable.py": "syncs durable crashfs recovery",
     "removal.py": "durable recovery rotation",
     "owned.py": "order owned rotation commit",
     "recovery.py": "order recovery",

@@ -69,6 +69,12 @@ def test_what_is_explained_is_a_mutant_and_has_a_reason(all_of_them: list[Mutant
         assert len([m for m in all_of_them if speaks_of(entry, m)]) == 1, entry
 
 
+def test_the_tests_that_a_file_is_shown_first_are_there() -> None:
+    for file in FILES:
+        for path in mutants._nearest(file):
+            assert (REPOSITORY / path).is_file(), path
+
+
 def test_a_run_of_another_seed_begins_elsewhere(all_of_them: list[Mutant]) -> None:
     assert ordered(all_of_them, 1) == ordered(all_of_them, 1) != ordered(all_of_them, 2)
 
