@@ -226,6 +226,12 @@ def _said(text: str) -> str:
     return next((line[:400] for line in reversed(lines) if line.strip()), "")
 
 
+def _layer(detector: str, said: str) -> str:
+    """What found it, as people call it: of the nearest tests, where the red one stands."""
+    place = re.match(r"(?:FAILED|ERROR) tests/(\w+)/", said)
+    return place.group(1) if detector == "own" and place is not None else detector
+
+
 def _surely(copy: Copy, told: Sequence[str], limit: float) -> tuple[int | None, str]:
     """As ``Copy.detect``, but a test that is red once and green when it is run again was red for the machine's sake."""
     for _ in range(_FLAKES):
@@ -309,7 +315,7 @@ class Hunt:
             finally:
                 copy.restore(mutant)
             if code != 0:
-                by, how = (f"hang ({detector.name})", "") if code is None else (detector.name, said)
+                by, how = (f"hang ({detector.name})", "") if code is None else (_layer(detector.name, said), said)
                 break
         return Finding(str(mutant), by, round(time.monotonic() - begun, 1), how)
 

@@ -123,6 +123,13 @@ def test_a_test_that_is_red_only_once_finds_nothing() -> None:
     assert mutants._surely(Flaky(), ("pytest", "tests"), 1.0) == (1, said)  # type: ignore[arg-type]
 
 
+def test_of_the_nearest_tests_the_red_one_says_which_layer_it_was() -> None:
+    assert mutants._layer("own", "FAILED tests/ranks/test_a.py::test_b - x") == "ranks"
+    assert mutants._layer("own", "ERROR tests/unit/test_a.py::test_b") == "unit"
+    assert mutants._layer("own", "Segmentation fault") == "own"
+    assert mutants._layer("power-cut", "FAILED tests/unit/test_a.py::test_b") == "power-cut"
+
+
 def test_a_survivor_that_nobody_explains_is_a_violation(monkeypatch: pytest.MonkeyPatch, all_of_them: list[Mutant]) -> None:
     lost, kept = all_of_them[:2]
     monkeypatch.setattr(mutants, "hunt", lambda todo, budget, tell: [
