@@ -1,18 +1,23 @@
 """One detector on the copy of the repository in which this runs: exit code 0 when it is green.
 
 ``python -m scripts.proof.detect pytest ARGUMENT ...`` or ``l0``, ``l1``, ``l2``: a short part of that layer, always the same.
+Without arguments it serves: a child for each line of stdin, forked after torch was imported, which takes longer than most tests.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from scripts.proof.layer import Budget
 
@@ -90,13 +95,41 @@ def main(what: str, *arguments: str) -> int:
     return 1 if found else 0
 
 
-if __name__ == "__main__":
+def _detect(*told: str) -> NoReturn:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what a broken rank leaves behind stays below this process
+    ended = 1
     try:
-        ended = main(*sys.argv[1:])
+        ended = main(*told)
     finally:
         for left in family(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
-    sys.stdout.flush()
-    os._exit(ended)  # a thread that a mutant left hanging must not hold this up
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)  # a thread that a mutant left hanging must not hold this up
+
+
+def _serve() -> None:
+    """For each line ``{"told": [...], "folder": "..."}``: say the child's pid, then its exit code. What it says is in
+    ``out.txt`` in the folder, which is also its place for temporary files."""
+    for name in ("hypothesis", "numpy", "pytest", "torch", "torch.distributed"):  # and nothing that a mutant may be in
+        importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.environ["TMPDIR"] = tempfile.tempdir = asked["folder"]
+            out = os.open(os.path.join(asked["folder"], "out.txt"), os.O_WRONLY | os.O_CREAT, 0o666)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (out, 1), (out, 2)):
+                os.dup2(source, target)
+            _detect(*asked["told"])
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _detect(*sys.argv[1:])
+    _serve()

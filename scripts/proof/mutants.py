@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -43,27 +44,33 @@ _PATIENCE = 60.0
 _LIMIT = 900.0
 _FLAKES = 4
 
-_OWN: dict[str, tuple[str, ...]] = {
-    "saving/commit.py": ("test_order.py", "test_commit.py", "test_recovery.py"),
-    "saving/committer.py": ("test_commit.py", "test_hooks.py"),
-    "saving/transaction.py": ("test_hooks.py",),
-    "saving/files.py": ("test_rank_files.py", "test_payloads.py"),
-    "saving/finaliser.py": ("test_hooks.py",),
-    "saving/saver.py": ("test_hooks.py", "test_options.py"),
-    "durable.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
-    "ordered.py": ("test_durable.py", "test_crashfs.py", "test_recovery.py"),
-    "removal.py": ("test_durable.py", "test_recovery.py", "test_rotation.py"),
-    "owned.py": ("test_order.py", "test_owned.py", "test_rotation.py", "test_commit.py"),
-    "recovery.py": ("test_order.py", "test_recovery.py"),
-    "rotation.py": ("test_order.py", "test_rotation.py", "test_leases.py"),
-    "janitor.py": ("test_order.py", "test_leases.py", "test_rotation.py"),
-    "ownership.py": ("test_fencing.py", "test_ownership.py"),
-    "leases.py": ("test_leases.py",),
-    "coordination/gate.py": ("test_gate.py", "test_background.py"),
-    "coordination/rounds.py": ("test_rounds.py",),
-    "coordination/group.py": ("test_rounds.py", "test_bootstrap.py"),
-    "background.py": ("test_gate.py", "test_background.py"),
+_OWN: dict[str, str] = {
+    "saving/commit.py": "order commit recovery",
+    "saving/committer.py": "begin ranks/framework_files ranks/disagreement ranks/decision commit hooks",
+    "saving/transaction.py": "ranks/framework_files ranks/decision ranks/failures hooks",
+    "saving/files.py": "rank_files payloads",
+    "saving/finaliser.py": "ranks/background_failures hooks",
+    "saving/saver.py": "ranks/decision ranks/failures hooks options",
+    "durable.py": "syncs durable crashfs recovery",
+    "ordered.py": "durable crashfs syncs recovery",
+    "removal.py": "durable recovery rotation",
+    "owned.py": "order owned rotation commit",
+    "recovery.py": "order recovery",
+    "rotation.py": "order rotation leases",
+    "janitor.py": "order leases rotation",
+    "ownership.py": "fencing ownership",
+    "leases.py": "leases",
+    "coordination/gate.py": "gate background",
+    "coordination/rounds.py": "rounds ranks/decision",
+    "coordination/group.py": "rounds bootstrap",
+    "background.py": "gate background ranks/background_failures ranks/one_step",
 }
+"""The tests nearest to each file, those that take least first; of ``tests/unit`` unless they say otherwise."""
+
+
+def _nearest(file: str) -> tuple[str, ...]:
+    places = [name.rpartition("/") for name in _OWN[file].split()]
+    return tuple(f"tests/{folder or 'unit'}/test_{name}.py" for folder, _, name in places)
 
 
 def _unit(*names: str) -> tuple[str, ...]:
@@ -82,13 +89,13 @@ class Detector:
     command: tuple[str, ...] = ()
 
     def told(self, file: str) -> tuple[str, ...]:
-        if self.name != "unit":
+        if self.name != "own":
             return self.command
-        return ("pytest", "-k", "not nth_operation", *(f"tests/unit/{name}" for name in _OWN[file]))
+        return ("pytest", "-k", "not nth_operation", *_nearest(file))
 
 
 DETECTORS = (
-    Detector("unit"),
+    Detector("own"),
     Detector("l0", ("l0",)),
     Detector("power-cut", ("pytest", "-k", "not mutant", *_unit(
         "order", "durable", "recovery", "rotation", "owned", "ownership", "fencing", "leases", "rank_files", "lost_replies",
@@ -105,7 +112,7 @@ DETECTORS = (
 )
 
 
-_NEAR = ("unit", "l0", "ranks", "gate", "schedules")
+_NEAR = ("own", "ranks", "gate", "l0", "schedules")
 _TALKS = ("saving/committer.py", "saving/transaction.py", "saving/saver.py", "saving/finaliser.py", "background.py")
 
 
@@ -157,6 +164,7 @@ class Copy:
 
     def __init__(self, home: Path) -> None:
         self.home, self.package = home, home / "distckpt"
+        self._server: subprocess.Popen[bytes] | None = None
         for name in _COPIED:
             source = REPOSITORY / name
             if source.is_dir():
@@ -180,23 +188,35 @@ class Copy:
 
     def detect(self, told: Sequence[str], limit: float) -> tuple[int | None, str]:
         """(exit code, what it said in short) of one detector; None when it hung."""
+        server = self._served()
+        assert server.stdin is not None and server.stdout is not None
         temporary = Path(tempfile.mkdtemp(prefix="run-", dir=self.home))
-        env = {**os.environ, "PYTHONPATH": str(self.home), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-        out = temporary / "out.txt"
-        with out.open("wb") as log:
-            child = subprocess.Popen(["nice", "-n", "10", sys.executable, "-m", "scripts.proof.detect", *told], cwd=self.home,
-                                     env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                code: int | None = child.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
-                for each in (*family(child.pid), child.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(each, signal.SIGKILL)
-                child.wait()
-        text = out.read_text(errors="replace")
+        server.stdin.write(json.dumps({"told": list(told), "folder": str(temporary)}).encode() + b"\n")
+        child = int(server.stdout.readline())
+        in_time = bool(select.select([server.stdout], [], [], limit)[0])
+        if not in_time:
+            for each in (*family(child), child):
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+        code = int(server.stdout.readline())
+        text = (temporary / "out.txt").read_text(errors="replace") if (temporary / "out.txt").exists() else ""
         shutil.rmtree(temporary, ignore_errors=True)
-        return code, _said(text)
+        return code if in_time else None, _said(text)
+
+    def _served(self) -> subprocess.Popen[bytes]:
+        if self._server is None:
+            env = {**os.environ, "PYTHONPATH": str(self.home), "OMP_NUM_THREADS": "1"}
+            self._server = subprocess.Popen(["nice", "-n", "10", sys.executable, "-m", "scripts.proof.detect"], cwd=self.home,
+                                            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        return self._server
+
+    def close(self) -> None:
+        """End the process behind ``detect``; the next one starts another."""
+        if self._server is not None:
+            with self._server as ending:
+                assert ending.stdin is not None
+                ending.stdin.close()
+            self._server = None
 
 
 def _said(text: str) -> str:
@@ -205,6 +225,12 @@ def _said(text: str) -> str:
         if line.startswith(("FAILED ", "ERROR tests/")):
             return line[:400]
     return next((line[:400] for line in reversed(lines) if line.strip()), "")
+
+
+def _layer(detector: str, said: str) -> str:
+    """What found it, as people call it: of the nearest tests, where the red one stands."""
+    place = re.match(r"(?:FAILED|ERROR) tests/(\w+)/", said)
+    return place.group(1) if detector == "own" and place is not None else detector
 
 
 def _surely(copy: Copy, told: Sequence[str], limit: float) -> tuple[int | None, str]:
@@ -263,9 +289,13 @@ class Hunt:
                     found.append(one)
                     self.tell(f"{one.mutant} | {one.by or 'SURVIVED'} | {one.seconds:.0f} s | {one.how[:150]}", one)
 
-        with ThreadPoolExecutor(self._workers) as pool:
-            for done in [pool.submit(work, copy) for copy in self._copies]:
-                done.result()
+        try:
+            with ThreadPoolExecutor(self._workers) as pool:
+                for done in [pool.submit(work, copy) for copy in self._copies]:
+                    done.result()
+        finally:
+            for copy in (self._clean, *self._copies):
+                copy.close()
         return found
 
     def _one(self, copy: Copy, mutant: Mutant, go_on: Callable[[], bool]) -> Finding | None:
@@ -276,7 +306,7 @@ class Hunt:
                 return None  # not found so far, and not to be called a survivor
             told = detector.told(mutant.file)
             try:
-                limit = self._limit(told, f"{detector.name} {mutant.file}" if detector.name == "unit" else detector.name)
+                limit = self._limit(told, f"{detector.name} {mutant.file}" if detector.name == "own" else detector.name)
             except RuntimeError:
                 self._broken.set()
                 raise
@@ -286,7 +316,7 @@ class Hunt:
             finally:
                 copy.restore(mutant)
             if code != 0:
-                by, how = (f"hang ({detector.name})", "") if code is None else (detector.name, said)
+                by, how = (f"hang ({detector.name})", "") if code is None else (_layer(detector.name, said), said)
                 break
         return Finding(str(mutant), by, round(time.monotonic() - begun, 1), how)
 

@@ -69,6 +69,12 @@ def test_what_is_explained_is_a_mutant_and_has_a_reason(all_of_them: list[Mutant
         assert len([m for m in all_of_them if speaks_of(entry, m)]) == 1, entry
 
 
+def test_the_tests_that_a_file_is_shown_first_are_there() -> None:
+    for file in FILES:
+        for path in mutants._nearest(file):
+            assert (REPOSITORY / path).is_file(), path
+
+
 def test_a_run_of_another_seed_begins_elsewhere(all_of_them: list[Mutant]) -> None:
     assert ordered(all_of_them, 1) == ordered(all_of_them, 1) != ordered(all_of_them, 2)
 
@@ -88,6 +94,7 @@ def test_one_is_found_in_a_copy_by_the_detector_that_is_green_without_it(tmp_pat
 def test_whoever_imports_another_package_than_the_copy_is_noticed_and_so_is_whoever_hangs(tmp_path: Path) -> None:
     copy = Copy(tmp_path / "copy")
     assert copy.detect(("pytest", "tests/unit/test_durable.py"), limit=0.01) == (None, "")
+    copy.close()
     copy.package.rename(tmp_path / "away")
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-m", "scripts.proof.detect", "pytest"], cwd=copy.home, env=env, capture_output=True,
@@ -114,6 +121,13 @@ def test_a_test_that_is_red_only_once_finds_nothing() -> None:
     assert mutants._surely(Flaky(), ("pytest", "tests"), 1.0) == (0, "")  # type: ignore[arg-type]
     answers["pytest", "tests/unit/test_a.py::test_b[one - two]"] = (1, said)
     assert mutants._surely(Flaky(), ("pytest", "tests"), 1.0) == (1, said)  # type: ignore[arg-type]
+
+
+def test_of_the_nearest_tests_the_red_one_says_which_layer_it_was() -> None:
+    assert mutants._layer("own", "FAILED tests/ranks/test_a.py::test_b - x") == "ranks"
+    assert mutants._layer("own", "ERROR tests/unit/test_a.py::test_b") == "unit"
+    assert mutants._layer("own", "Segmentation fault") == "own"
+    assert mutants._layer("power-cut", "FAILED tests/unit/test_a.py::test_b") == "power-cut"
 
 
 def test_a_survivor_that_nobody_explains_is_a_violation(monkeypatch: pytest.MonkeyPatch, all_of_them: list[Mutant]) -> None:

@@ -151,7 +151,7 @@ def test_a_failed_step_may_be_saved_again(tmp_path: Path) -> None:
 
 
 def test_poll_never_waits_for_a_finalisation_that_still_runs(tmp_path: Path) -> None:
-    job, hold, writing = Job(tmp_path / "root", 2), threading.Event(), threading.Event()
+    job, hold, writing, looked = Job(tmp_path / "root", 2), threading.Event(), threading.Event(), threading.Barrier(2, timeout=20)
 
     def block() -> None:
         writing.set()
@@ -166,8 +166,8 @@ def test_poll_never_waits_for_a_finalisation_that_still_runs(tmp_path: Path) -> 
             assert manager.poll(step) == Todo()
             slowest = max(slowest, time.perf_counter() - begun)
         assert not handle.done() and manager.status()["in_flight"] == 1 and not manager.wait(0.01)
-        if manager.rank == 0:
-            hold.set()
+        looked.wait()  # the other rank may still be polling
+        hold.set()
         manager.wait()
         assert handle.done() and manager.status()["in_flight"] is None
         return slowest

@@ -49,6 +49,14 @@ def zombie(disk: CrashFiles, clock: VirtualClock) -> OwnedRoot:
     return one
 
 
+def test_S5_the_fence_is_up_when_what_stood_behind_it_was_moved(disk: CrashFiles, clock: VirtualClock) -> None:
+    """It looks until the old directories are empty; on a quiet disk that is soon."""
+    open_owned(disk, VirtualRuntime(clock)).make_attempt(attempt_id(50), "step-50")
+    files = FaultyFiles(disk, call(lambda operation: pytest.fail("it goes round and round"), at=200, op="scan", forever=True))
+    open_owned(files, elsewhere(clock))
+    assert [item.name for item in disk.scan(LAYOUT.home("staging"))] == ["2"]
+
+
 @pytest.mark.parametrize("move", [
     lambda z: z.make_attempt(attempt_id(60), "step-60"),
     lambda z: recovery.publish(z.files, z.layout, z.generation, attempt_id(50), "step-50"),

@@ -271,6 +271,7 @@ def test_S22_a_stopped_reader_that_wakes_up_does_not_renew_what_had_lapsed(
 def test_S22_a_reader_whose_lease_file_is_gone_is_told(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:
     held = lease(disk, reader, 1, ttl=90.0)
     one.watch.forget(attempt_id(1))
+    assert listing(disk, LAYOUT, attempt_id(1)) == []  # or the renewals below would never end
     reader.run("lease")
     with pytest.raises(LeaseLost, match="its file is gone"):
         held.check()
