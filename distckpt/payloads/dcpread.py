@@ -87,15 +87,16 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
 
 
 class _Manifest(_filesystem.FileSystem):
-    """DCP's way to files: those of the manifest, for reading. Their digests are resume's business: no code stands in them."""
+    """DCP's way to files: those of the manifest, for reading. Their digests are resume's business, unless ``digest`` says
+    otherwise: no code stands in them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, digest: bool) -> None:
+        self._checkpoint, self._digest = checkpoint, digest
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "rb", mode
-        with self._checkpoint.open(os.path.relpath(path, self._checkpoint.directory), digest=False) as file:
+        with self._checkpoint.open(os.path.relpath(path, self._checkpoint.directory), self._digest) as file:
             yield file
 
 
@@ -105,9 +106,9 @@ class Reader(FileSystemReader):
     ``held``: an error from before DCP's collectives, raised inside the first of them, where DCP brings it to every rank.
     """
 
-    def __init__(self, checkpoint: Checkpoint, found: Metadata, held: Exception | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, found: Metadata, held: Exception | None, digest: bool = False) -> None:
         super().__init__(checkpoint.directory)
-        self.fs = _Manifest(checkpoint)
+        self.fs = _Manifest(checkpoint, digest)
         self._found, self._held = found, held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
