@@ -116,6 +116,9 @@ class PieceWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None and self._failed is not None:  # whoever wrote has swallowed it and reports success
+            self.abandon()
+            raise self._failed
         if kind is None:
             self.close()
         else:
@@ -237,6 +240,11 @@ class RankFiles:
     def note(self, key: str, value: Any) -> None:
         """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
         self._top.notes[key] = value
+
+    def beside(self, name: str) -> None:
+        """``name`` of this checkpoint is a tool that is looked for in the root: after the commit it is copied there, unless
+        something of its name stands there. On rank 0."""
+        self.note("beside", [*self._top.notes.get("beside", []), check_member_path(self._prefix + name)])
 
     def stop_if_aborted(self) -> None:
         """Raise when another rank has failed: there is nothing left to write for. Between pieces, not inside collectives."""
