@@ -49,7 +49,8 @@ class DeepSpeed:
                 raise ConfigError(f"DeepSpeed takes the engine that deepspeed.initialize returns, not a "
                                   f"{type(engine).__name__}: it lacks {name}")
         if client_state is not None and not isinstance(client_state, dict):
-            raise ConfigError(f"client_state must be a dict, which is updated in place on load, not {type(client_state).__name__}")
+            raise ConfigError("client_state must be a dict, which is updated in place on load, not a "
+                              f"{type(client_state).__name__}")
         self._engine, self._client_state = engine, client_state
         self._options = {"exclude_frozen_parameters": True} if exclude_frozen_parameters else {}
         self._load_options = dict(load_options or {})
@@ -61,9 +62,9 @@ class DeepSpeed:
                               f"{engine.micro_steps} of {engine.gradient_accumulation_steps()} to a step: the gradients so far "
                               "are in no checkpoint. Save right after the engine.step() that raises engine.global_steps")
         if engine.checkpoint_engine.is_decoupled():
-            raise ConfigError(f"{type(engine.checkpoint_engine).__name__} returns before its files are written, so nobody can say "
-                              "when this checkpoint exists: leave 'checkpoint.writer.decoupled' (or 'datastates_ckpt') out of the "
-                              "DeepSpeed configuration and save with background=True")
+            raise ConfigError(f"{type(engine.checkpoint_engine).__name__} returns before its files are written, so nobody can "
+                              "say when this checkpoint exists: leave 'checkpoint.writer.decoupled' (or 'datastates_ckpt') out "
+                              "of the DeepSpeed configuration and save with background=True")
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         _check_step(self._engine.global_steps, ranks)
@@ -135,10 +136,10 @@ class DeepSpeed:
                               "engine.load_checkpoint(directory of the conversion), and restore without that setting afterwards")
         if checkpoint.world != ranks.world and _is_spread(engine):
             raise WorldMismatch(
-                f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not reshard "
-                f"what it spread over them. Load with {checkpoint.world} ranks, or convert it to a universal checkpoint: python -m "
-                f"deepspeed.checkpoint.ds_to_universal --input_folder {checkpoint.directory} --output_folder DIR, and load DIR by "
-                "engine.load_checkpoint with \"checkpoint\": {\"load_universal\": true}",
+                f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not "
+                f"reshard what it spread over them. Load with {checkpoint.world} ranks, or convert it to a universal checkpoint: "
+                f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {checkpoint.directory} --output_folder DIR, "
+                'and load DIR by engine.load_checkpoint with "checkpoint": {"load_universal": true}',
                 step=checkpoint.step, saved=checkpoint.world, now=ranks.world)
         for name in checkpoint.names:
             if checkpoint.entry(name).rank % ranks.world == ranks.rank:
@@ -240,7 +241,7 @@ class _Recorder:
 
 @contextmanager
 def _recording(engine: Any, shares: bool) -> Iterator[_Recorder]:
-    """``shares``: whether what is written keeps the storages of tensors, so that DeepSpeed clones what is part of a larger one."""
+    """``shares``: whether tensors are written with all of their storage, so that DeepSpeed clones what is part of a larger one."""
     own = engine.checkpoint_engine
     record = engine.checkpoint_engine = _Recorder(own, shares)
     engine._copy_recovery_script = record.scripts.append
@@ -298,8 +299,9 @@ def _is_inside(files: RankFiles, path: str) -> bool:
 
 def _inside(files: RankFiles, path: str) -> str:
     if not _is_inside(files, path):
-        raise ConfigError(f"engine.save_checkpoint was told to write {path}, which is not in this attempt's {files.directory}: give it "
-                          "save_dir=os.path.dirname(files.path) and tag=os.path.basename(files.path), or a directory in files.path")
+        raise ConfigError(f"engine.save_checkpoint was told to write {path}, which is not in this attempt's {files.directory}: "
+                          "give it save_dir=os.path.dirname(files.path) and tag=os.path.basename(files.path), or a directory "
+                          "in files.path")
     return os.path.relpath(path, files.directory)
 
 
@@ -349,5 +351,5 @@ def _is_spread(engine: Any) -> bool:
 
 def _check_step(steps: int, ranks: Ranks) -> None:
     if ranks.step is not None and ranks.step != steps:
-        raise ConfigError(f"save of step {ranks.step}: engine.global_steps is {steps}, and a DeepSpeed engine goes on from that one; "
-                          "pass it as the step")
+        raise ConfigError(f"save of step {ranks.step}: engine.global_steps is {steps}, and a DeepSpeed engine goes on from that "
+                          "one; pass it as the step")
