@@ -241,7 +241,7 @@ class _Recorder:
 
 @contextmanager
 def _recording(engine: Any, shares: bool) -> Iterator[_Recorder]:
-    """``shares``: whether tensors are written with all of their storage, so that DeepSpeed clones what is part of a larger one."""
+    """``shares``: whether tensors are written with their whole storage, so that DeepSpeed clones what is part of a larger one."""
     own = engine.checkpoint_engine
     record = engine.checkpoint_engine = _Recorder(own, shares)
     engine._copy_recovery_script = record.scripts.append
