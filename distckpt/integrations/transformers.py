@@ -76,11 +76,11 @@ class CrashSafe(Trainer):  # type: ignore[misc]
     def _check_arguments(self) -> None:
         args = self.args
         if args.enable_jit_checkpoint:
-            raise ConfigError("enable_jit_checkpoint=True saves by a timer of each rank's own, at steps that may differ: leave it "
-                              "out, CrashSafe answers SIGTERM at one step for all ranks")
+            raise ConfigError("enable_jit_checkpoint=True saves by a timer of each rank's own, at steps that may differ: leave "
+                              "it out, CrashSafe answers SIGTERM at one step for all ranks")
         if self.background_saves and args.push_to_hub and str(args.hub_strategy) not in ("end", "HubStrategy.END"):
-            raise ConfigError("background_saves=True with push_to_hub: a checkpoint is pushed when it is committed, which a "
-                              "background save is not yet when training goes on: say hub_strategy='end', or save in the foreground")
+            raise ConfigError("background_saves=True with push_to_hub: a checkpoint is pushed once it is committed, and a "
+                              "background save is not when training goes on: say hub_strategy='end', or background_saves=False")
 
     # -- the run -------------------------------------------------------------------------------------------------
 
