@@ -23,7 +23,7 @@ from distckpt.leases import Lease
 from distckpt.manager import CheckpointManager
 from distckpt.payloads.framework import FrameworkFiles, Held
 from distckpt.reader import open_root
-from distckpt.retention import KeepAll, KeepLast, KeepTotal, Policy
+from distckpt.retention import KeepAll, KeepTotal, Policy
 
 log = logging.getLogger(__name__)
 
@@ -300,9 +300,7 @@ class Poll(TrainerCallback):  # type: ignore[misc]
 def _policy(args: Any) -> Policy:
     """What ``save_total_limit`` means: so many in all, the best among them."""
     limit = args.save_total_limit
-    if limit is None or limit <= 0:
-        return KeepAll()
-    return KeepLast(limit) if args.metric_for_best_model is None else KeepTotal(limit, _BEST)
+    return KeepAll() if limit is None or limit <= 0 else KeepTotal(limit, _BEST)
 
 
 def _rng_name(rank: int, world: int) -> str:
