@@ -34,6 +34,7 @@ class Written:
 @dataclass
 class _Claim:
     writer: PieceWriter | Written | None = None
+    size: int | None = None
 
 
 class PieceWriter:
@@ -115,6 +116,9 @@ class PieceWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None and self._failed is not None:  # whoever wrote has swallowed it and reports success
+            self.abandon()
+            raise self._failed
         if kind is None:
             self.close()
         else:
@@ -175,9 +179,12 @@ class RankFiles:
             self._make_parents(self._prefix + "x")
         return here
 
-    def claim(self, name: str) -> str:
-        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. Local."""
-        return self._claim(name)
+    def claim(self, name: str, size: int | None = None) -> str:
+        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. ``size``: the bytes
+        that its writer counted, if it tells; a file of another size ends the save. Local."""
+        path = self._claim(name)
+        self._top._claims[self._prefix + name].size = size
+        return path
 
     def below(self, name: str) -> RankFiles:
         """The same, inside the sub-directory ``name``."""
@@ -233,6 +240,11 @@ class RankFiles:
     def note(self, key: str, value: Any) -> None:
         """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
         self._top.notes[key] = value
+
+    def beside(self, name: str) -> None:
+        """``name`` of this checkpoint is a tool that is looked for in the root: after the commit it is copied there, unless
+        something of its name stands there. On rank 0."""
+        self.note("beside", [*self._top.notes.get("beside", []), check_member_path(self._prefix + name)])
 
     def stop_if_aborted(self) -> None:
         """Raise when another rank has failed: there is nothing left to write for. Between pieces, not inside collectives."""
@@ -301,7 +313,10 @@ class RankFiles:
             if seen.kind != "file" or seen.size != writer.size:
                 raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
             return FileEntry(relative, writer.size, writer.digest, self.rank)
-        return make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        if claim.size is not None and entry.size != claim.size:
+            raise OSError(errno.EIO, f"its writer reported {claim.size} bytes and {entry.size} are on disk", path)
+        return entry
 
 
 def as_file(writer: PieceWriter) -> IO[bytes]:

@@ -86,7 +86,7 @@ def main() -> None:
     import time
 
     import torch
-    import torch.distributed.checkpoint  # noqa: F401 - loaded once for all ranks
+    import torch.distributed.checkpoint
 
     import distckpt.manager
     import distckpt.payloads.train_state  # noqa: F401
