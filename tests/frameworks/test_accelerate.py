@@ -277,8 +277,8 @@ def refused(rank: int, world: int, root: str) -> None:
 
 @pytest.mark.xdist_group("accelerate")
 def test_B65_B75_B82_B136_B140_accelerates_files_ours_to_name_keep_and_refuse(stage: Stage, tmp_path: Path) -> None:
-    """Twelve saves leave the last two (10 after 9), a stray folder disturbs nobody, one rank deletes, a step that is there is told;
-    custom objects come back; Accelerate alone reads what was committed; what it would pass over at INFO is an error."""
+    """Twelve saves leave the last two (10 after 9), a stray folder disturbs nobody, one rank deletes, a step that is there is
+    told; custom objects come back; Accelerate alone reads what was committed; what it would pass over at INFO is an error."""
     root = tmp_path / "root"
     (root / "notes").mkdir(parents=True)
     ran = stage.values(2, kept, str(root))
