@@ -25,9 +25,9 @@ from distckpt.payloads import torchfile
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
 
 _RANKS = re.compile(r"(?P<stem>.+)\.rank-(?P<rank>\d{5})-of-(?P<world>\d{5})(?P<suffix>\.pt|\.safetensors)")
+_FILES = re.compile(r"(?P<stem>(pytorch_|adapter_)?model(_\d+)?)(-\d{5}-of-\d{5})?(?P<suffix>\.safetensors|\.bin)")
 _OPTIMIZER = re.compile(r"optimizer(-\d+)?|members")
-_STAGES = re.compile(r"(^|/)layer_\d+-model_\d*_?states\.pt$")
-_EXPERTS = re.compile(r"(^|/)layer_\d+_expert_\d+_.*model_states\.pt$")
+_PIECES = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,16 @@ def parts(checkpoint: Checkpoint) -> list[Part]:
     engines = {os.path.dirname(path) for path in paths if path.endswith("model_states.pt")}
     for path in paths:
         folder, file = os.path.split(path)
-        match = _RANKS.fullmatch(file)
+        match, whole = _RANKS.fullmatch(file), _FILES.fullmatch(file)
         if file == METADATA:
             stored = metadata_of(_at(checkpoint, folder))
             keys = sorted({str((stored.planner_data or {}).get(name, (name,))[0]) for name in stored.state_dict_metadata})
             found += [Part(_joined(folder, key), "DCP", folder, key) for key in keys if not _OPTIMIZER.fullmatch(key)]
-        elif match is not None and int(match["rank"]) == 0 and folder not in engines and not _OPTIMIZER.fullmatch(match["stem"]):
+        elif match is not None and int(match["rank"]) == 0 and not _OPTIMIZER.fullmatch(match["stem"]):
             found.append(Part(_joined(folder, match["stem"]), "Shards", folder, match["stem"] + match["suffix"]))
+        elif whole is not None:
+            found.append(Part(_joined(folder, whole["stem"]), "Transformers", folder, whole["stem"]))
+    found = list(dict.fromkeys(found))  # of several files one part
     return found + [Part(_joined(folder, "module"), "DeepSpeed", folder, "") for folder in sorted(engines)]
 
 
@@ -87,7 +90,9 @@ def read(checkpoint: Checkpoint, part: Part, rank: int | None = None) -> Weights
     try:
         if part.kind == "DCP":
             return _of_dcp(here, part)
-        return _of_shards(here, part, rank) if part.kind == "Shards" else _of_deepspeed(here, part)
+        if part.kind == "Shards":
+            return _of_shards(here, part, rank)
+        return _of_files(here, part) if part.kind == "Transformers" else _of_deepspeed(here, part)
     except (DistckptError, OSError):
         raise
     except Exception as error:  # the framework's own readers raise whatever they meet
@@ -120,18 +125,31 @@ def _of_shards(checkpoint: Checkpoint, part: Part, rank: int | None) -> Weights:
         raise ConfigError(f"--rank {rank}: {checkpoint.name} was saved by {checkpoint.world} ranks")
     found, owner = Weights(), dict[str, int]()
     for writer in range(checkpoint.world) if rank is None else [rank]:
-        name = checkpoint.name_of(part.key, writer)
-        if part.key.endswith(".pt"):
-            value: Any = torchfile.read(checkpoint, name)
-        else:
-            from safetensors.torch import load  # an extra
-
-            with checkpoint.open(name) as file:
-                value = load(file.read())
-        if not isinstance(value, Mapping):
-            raise ExportError(f"{checkpoint.name}: {name} holds a {type(value).__name__}, not a state dict")
-        _gather(found, value, part, writer, owner)
+        _gather(found, _state_of(checkpoint, checkpoint.name_of(part.key, writer)), part, writer, owner)
     return found
+
+
+def _of_files(checkpoint: Checkpoint, part: Part) -> Weights:
+    """What Transformers and Accelerate write of a whole model, in one file or in several."""
+    found = Weights()
+    for path in checkpoint.names:
+        match = _FILES.fullmatch(path)
+        if match is not None and match["stem"] == part.key:
+            _gather(found, _state_of(checkpoint, path), part, None, {})
+    return found
+
+
+def _state_of(checkpoint: Checkpoint, name: str) -> Mapping[Any, Any]:
+    if name.endswith(".safetensors"):
+        from safetensors.torch import load  # an extra
+
+        with checkpoint.open(name) as file:
+            value: Any = load(file.read())
+    else:
+        value = torchfile.read(checkpoint, name)
+    if not isinstance(value, Mapping):
+        raise ExportError(f"{checkpoint.name}: {name} holds a {type(value).__name__}, not a state dict")
+    return value
 
 
 def _gather(found: Weights, state: Mapping[Any, Any], part: Part, rank: int | None, owner: dict[str, int]) -> None:
@@ -174,10 +192,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_deepspeed(checkpoint: Checkpoint, part: Part) -> Weights:
     folder = f"{part.folder}/" if part.folder else ""
-    names = [e.path[len(folder):] for e in checkpoint.marker.files
-             if e.path.startswith(folder) and e.path.endswith("_states.pt") and "/" not in e.path[len(folder):]]
+    names = [name for name in checkpoint.names if name.endswith("_states.pt") and "/" not in name]
     for name in names:
-        if _STAGES.search(name) or _EXPERTS.search(name):
+        if _PIECES.fullmatch(name):
             raise ExportError(f"{checkpoint.name}: {folder}{name} is of a pipeline or of experts, which zero_to_fp32 cannot "
                               "join; DeepSpeed's ds_to_universal.py converts it")
         checkpoint.check(name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -201,6 +201,8 @@ def _deepspeed(rank: int, world: int, root: str) -> None:
         engine.step()
         with distckpt.CheckpointManager(f"{root}/zero{zero}") as manager, manager.saving(1) as files:
             engine.save_checkpoint(files.path, tag="tag", save_latest=False)
+        with distckpt.CheckpointManager(f"{root}/state{zero}") as manager:
+            manager.save(1, distckpt.TrainState(model=engine, progress={"n": 1}), background=bool(zero % 2))
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
             whole = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         if rank == 0:
@@ -209,15 +211,34 @@ def _deepspeed(rank: int, world: int, root: str) -> None:
 
 def test_what_deepspeed_wrote_is_joined_by_its_own_zero_to_fp32(stage: Stage, command: Command, tmp_path: Path) -> None:
     stage.values(2, _deepspeed, str(tmp_path))
-    for zero in range(4):
-        out = tmp_path / f"{zero}.safetensors"
-        said = command("export", "--json", f"{tmp_path}/zero{zero}", out)
+    for root in [f"{how}{zero}" for zero in range(4) for how in ("zero", "state")]:
+        out = tmp_path / f"{root}.safetensors"
+        said = command("export", "--json", tmp_path / root, out)
         assert said.code == 0, said.err
         assert said.json["kind"] == "DeepSpeed" and said.json["tensors"] == 4
-        assert same(load_file(out), torch.load(f"{tmp_path}/zero{zero}.pt", weights_only=True)), zero
+        assert same(load_file(out), torch.load(f"{tmp_path}/zero{root[-1]}.pt", weights_only=True)), root
     path = next((tmp_path / "zero2" / "step-1" / "tag").glob("*_optim_states.pt"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     said = command("export", tmp_path / "zero2", tmp_path / "o.safetensors")
     assert said.code == 1 and "has digest" in said.err and not (tmp_path / "o.safetensors").exists()
+
+
+def test_what_transformers_names_is_one_part_and_pieces_of_layers_are_refused(command: Command, tmp_path: Path) -> None:
+    whole = {f"layer.{n}": torch.full((2,), float(n)) for n in range(3)}
+    with distckpt.CheckpointManager(str(tmp_path / "run")) as manager:
+        with manager.saving(1) as files:
+            for n, name in enumerate(whole):
+                save_file({name: whole[name]}, files.claim(f"model-{n + 1:05d}-of-00003.safetensors"))
+            torch.save({"param_groups": []}, files.claim("optimizer.pt"))
+        with manager.saving(2) as files:
+            torch.save(whole, files.claim("pytorch_model.bin"))
+        with manager.saving(3) as files:
+            torch.save({}, files.claim("layer_00-model_00-model_states.pt"))
+            torch.save({}, files.claim("mp_rank_00_model_states.pt"))
+    for step in (1, 2):
+        assert command("export", f"{tmp_path}/run@{step}", tmp_path / f"{step}.safetensors").code == 0
+        assert same(load_file(tmp_path / f"{step}.safetensors"), whole)
+    said = command("export", f"{tmp_path}/run@3", tmp_path / "3.safetensors")
+    assert said.code == 1 and "is of a pipeline or of experts" in said.err and not (tmp_path / "3.safetensors").exists()
