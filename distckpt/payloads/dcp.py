@@ -7,6 +7,7 @@ flushed. Here every planned item must have been written, and every file is synce
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +26,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from distckpt.checkpoint import Checkpoint
-from distckpt.errors import ConfigError
+from distckpt.errors import ConfigError, MemberMissing
 from distckpt.payloads import loadable, optim
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
 from distckpt.payloads.framework import own_failure
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
+
+log = logging.getLogger(__name__)
 
 
 class _Writer(FileSystemWriter):
@@ -147,7 +150,9 @@ class DCP:
             nonlocal found
             found = metadata_of(checkpoint)
             stored = found.state_dict_metadata
-            return self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
+            state = self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
+            _leave_out_lacking(state, found, checkpoint, ranks.strict)
+            return state
 
         state, held = _try(prepare)
         try:
@@ -189,6 +194,22 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return get_model_state_dict(value)
     return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _leave_out_lacking(state: dict[str, Any], found: Metadata, checkpoint: Checkpoint, strict: bool) -> None:
+    """A part of which the checkpoint holds nothing: MemberMissing, or a warning and it stays as it is."""
+    there = {str(path[0]) for path in (found.planner_data or {}).values()}
+    empty = [name for name, value in state.items() if isinstance(value, Mapping) and not value]
+    lacking = sorted(set(state) - there - set(empty))
+    if not lacking:
+        return
+    text = f"{checkpoint.name} has no state for {', '.join(lacking)} (it has: {', '.join(sorted(there)) or 'nothing'})"
+    if strict:
+        raise MemberMissing(f"{text}; leave it out of the state, or pass strict=False to go on with what it has now",
+                            step=checkpoint.step, members=lacking)
+    log.warning("%s; going on with what it has now (strict=False)", text)
+    for name in lacking:
+        del state[name]
 
 
 def _check_values(value: Any, where: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,8 +54,11 @@ def check_optimizers(value: Any, where: str) -> None:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether DCP must write it, as it does the model: a module, or a dict that holds tensors with a layout over the ranks."""
-    return isinstance(value, torch.nn.Module) or isinstance(value, dict) and any(isinstance(v, DTensor) for v in _leaves(value))
+    """Whether DCP must write it, as it does the model: a module that has any state, or a dict that holds tensors with a layout
+    over the ranks."""
+    if isinstance(value, torch.nn.Module):
+        return any(True for _ in chain(value.parameters(), value.buffers()))
+    return isinstance(value, dict) and any(isinstance(v, DTensor) for v in _leaves(value))
 
 
 def is_alike(value: Any) -> bool:
