@@ -202,7 +202,13 @@ def _deepspeed(rank: int, world: int, root: str) -> None:
         with distckpt.CheckpointManager(f"{root}/zero{zero}") as manager, manager.saving(1) as files:
             engine.save_checkpoint(files.path, tag="tag", save_latest=False)
         with distckpt.CheckpointManager(f"{root}/state{zero}") as manager:
-            manager.save(1, distckpt.TrainState(model=engine, progress={"n": 1}), background=bool(zero % 2))
+            progress = {"n": 1}
+            state = distckpt.TrainState(model=engine, progress=progress)
+            manager.save(1, state, background=bool(zero % 2))
+            progress["n"] = 2
+            engine.backward(engine(torch.ones(2, 6)).sum())
+            engine.step()
+            assert manager.restore(state) == 1 and progress == {"n": 1}, "an engine in a TrainState comes back with its members"
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero == 3):
             whole = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         if rank == 0:
