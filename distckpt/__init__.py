@@ -16,6 +16,7 @@ from distckpt.errors import (
     CoordinatorLost,
     DiskFull,
     DistckptError,
+    ExportError,
     IntegrityError,
     LeaseLost,
     MarkerError,
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Checkpoint", "CheckpointManager", "CommitRecord", "ConfigError", "CoordinationError", "CoordinatorLost", "DCP", "DiskFull",
-    "DistckptError", "IntegrityError", "KeepAll", "KeepBest", "KeepEvery", "KeepLast", "Lease", "LeaseLost",
+    "DistckptError", "ExportError", "IntegrityError", "KeepAll", "KeepBest", "KeepEvery", "KeepLast", "Lease", "LeaseLost",
     "MarkerError", "Member", "MemberMissing", "NoUsableCheckpoint", "RankDisagreement", "RankFailure", "RankLost",
     "RankTimeout", "ResumeError", "Root", "RootInUse", "SaveError", "Shards", "StepAlreadyExists", "StepNotFound",
     "Timeouts", "Todo", "Tolerate", "TrainState", "WorldMismatch", "open",

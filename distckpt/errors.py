@@ -19,6 +19,7 @@
         StepNotFound (FileNotFoundError)    the step asked for is not committed here
         WorldMismatch         .saved .now   written by another number of ranks, and the payload cannot reshard
         MemberMissing         .members      a per-rank member has no state in the checkpoint
+      ExportError                           a checkpoint's weights cannot be made whole, or not be written
       IntegrityError          .files        bytes differ from what the marker promises
         MarkerError                         commit.json is torn, forged, or from a newer format
 
@@ -219,6 +220,10 @@ class MemberMissing(ResumeError):
 
     _fields = ("step", "members")
     members: list[str]
+
+
+class ExportError(DistckptError):
+    """The weights of a checkpoint cannot be made whole, or not be written; the checkpoint is as it was."""
 
 
 class IntegrityError(DistckptError):

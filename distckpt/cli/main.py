@@ -95,6 +95,15 @@ def parser() -> argparse.ArgumentParser:
     request = command("request-save", "request", "ask the run that writes to a root for a checkpoint now")
     request.add_argument("--reason", default="", help="shown where the run says why it saves, as in todo.reason")
 
+    export = command("export", "export", "write the weights of one checkpoint (default: the one to resume from) to a safetensors "
+                     "file", "ROOT[@STEP]")
+    export.add_argument("out", metavar="OUT.safetensors", help="the file to make; it appears whole or not at all")
+    series(export, None, "the checkpoint's series (default: main first)")
+    step(export)
+    export.add_argument("--part", metavar="P", help="which of several parts, as in 'ema' (default: the only one, or the model)")
+    export.add_argument("--rank", type=_step, metavar="N", help="what rank N wrote, where each rank has values of its own")
+    export.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
     unpin = command("unpin", "pins", "remove the pins of a checkpoint; leases of live readers stay", "ROOT@STEP")
     series(unpin, None, "the checkpoint's series (default: main first)")
     step(unpin)

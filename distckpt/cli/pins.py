@@ -8,7 +8,6 @@ from distckpt import leases
 from distckpt.catalog import Entry
 from distckpt.cli import exits, output, target
 from distckpt.cli.output import Output
-from distckpt.ordered import make_dir
 from distckpt.reader import Root
 
 
@@ -30,8 +29,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _pin(root: Root, entry: Entry, attempt: str, reason: str) -> str:
     if any(h.ttl is None and h.reason == reason for h in root.leases_on(attempt)):
         return f"already pinned ({reason})"
-    if make_dir(root.files, root.layout.home()):  # a root that was copied without it
-        root.files.fsync_dir(root.layout.root)
     # Without a ttl nothing has to live on to renew it: the file alone is the pin, and it outlasts this process.
     leases.take(root.files, root.layout, root.runtime, entry.name, attempt, reason, None)
     return f"pinned ({reason}); rotation leaves it alone until 'distckpt unpin {root.layout.root}@{entry.step}'"

@@ -7,6 +7,7 @@ flushed. Here every planned item must have been written, and every file is synce
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +26,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from distckpt.checkpoint import Checkpoint
-from distckpt.errors import ConfigError
+from distckpt.errors import ConfigError, MemberMissing
 from distckpt.payloads import loadable, optim
 from distckpt.payloads.base import Payload, Ranks
-from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
+from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
+from distckpt.payloads.framework import own_failure
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
+
+log = logging.getLogger(__name__)
 
 
 class _Writer(FileSystemWriter):
@@ -58,19 +62,24 @@ class _Writer(FileSystemWriter):
         if missing:
             raise OSError(5, f"DCP reported success without writing {len(missing)} of {len(plan.items)} items, such as "
                              f"{missing[0].fqn}: a writer thread failed", self._claims.directory)
-        for name in sorted({result.storage_data.relative_path for result in results}):
-            self._claims.claim(name)
+        ends: dict[str, int] = {}
+        for result in results:
+            stored = result.storage_data
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        for name, size in sorted(ends.items()):
+            self._claims.claim(name, size)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self._claims.claim(METADATA)
+        with open(self._claims.claim(METADATA), "rb") as written:
+            unpickled(written)  # no size is told for it: a short one, or one that no load would take, ends the save here
 
 
 class DCP:
     """Model and optimizer (or any state dict of tensors and stateful objects), written and resharded by DCP.
 
-    ``DCP(model, optimizer)``; ``optimizer`` may be a list. ``DCP(state={"name": tensor or stateful, ...})`` for the rest.
+    ``DCP(model, optimizer)``; ``optimizer`` may be a list. ``DCP(state={"name": tensor, module or stateful, ...})`` for the rest.
     Collective on save and load; needs a torch process group when there are several ranks. Plain
     ``torch.distributed.checkpoint.load`` reads the directory.
     """
@@ -100,7 +109,7 @@ class DCP:
         return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizers else []), *self._extra]
 
     def _state(self, wanted: Collection[str], optimizers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        state = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in self._extra.items() if name in wanted}
+        state = {name: _state_of(value) for name, value in self._extra.items() if name in wanted}
         if "model" in wanted:
             state["model"] = get_model_state_dict(self._model)
         if "optimizer" in wanted:
@@ -113,7 +122,7 @@ class DCP:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise _mine(error, ranks.rank) from error
+            raise own_failure(error, ranks.rank) from error
         except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
             raise PeerFailed from error
 
@@ -141,14 +150,16 @@ class DCP:
             nonlocal found
             found = metadata_of(checkpoint)
             stored = found.state_dict_metadata
-            return self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
+            state = self._state(wanted, lambda: optim.room_for(self._model, self._optimizers, stored, "optimizer"))
+            _leave_out_lacking(state, found, checkpoint, ranks.strict)
+            return state
 
         state, held = _try(prepare)
         try:
             with _quietly():
                 load(state, storage_reader=Reader(checkpoint, found, held), planner=Planner(), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise _mine(error, ranks.rank) from error
+            raise own_failure(error, ranks.rank) from error
         self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -159,7 +170,9 @@ class DCP:
         for name, value in self._extra.items():
             if name not in state:
                 continue
-            if isinstance(value, Stateful):
+            if isinstance(value, torch.nn.Module):
+                set_model_state_dict(value, state[name])
+            elif isinstance(value, Stateful):
                 value.load_state_dict(state[name])
             elif not hasattr(value, "copy_"):
                 self._extra[name] = state[name]
@@ -174,6 +187,29 @@ class _Staged(DCP):
 
     def tree(self) -> dict[str, Any]:
         return self._tree
+
+
+def _state_of(value: Any) -> Any:
+    """A module's state as it is sharded and by the names it has without its wrappers; another's by ``state_dict``."""
+    if isinstance(value, torch.nn.Module):
+        return get_model_state_dict(value)
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _leave_out_lacking(state: dict[str, Any], found: Metadata, checkpoint: Checkpoint, strict: bool) -> None:
+    """A part of which the checkpoint holds nothing: MemberMissing, or a warning and it stays as it is."""
+    there = {str(path[0]) for path in (found.planner_data or {}).values()}
+    empty = [name for name, value in state.items() if isinstance(value, Mapping) and not value]
+    lacking = sorted(set(state) - there - set(empty))
+    if not lacking:
+        return
+    text = f"{checkpoint.name} has no state for {', '.join(lacking)} (it has: {', '.join(sorted(there)) or 'nothing'})"
+    if strict:
+        raise MemberMissing(f"{text}; leave it out of the state, or pass strict=False to go on with what it has now",
+                            step=checkpoint.step, members=lacking)
+    log.warning("%s; going on with what it has now (strict=False)", text)
+    for name in lacking:
+        del state[name]
 
 
 def _check_values(value: Any, where: str) -> None:
@@ -200,15 +236,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-def _mine(error: CheckpointException, rank: int) -> Exception:
-    """What this rank itself raised inside DCP's collective; a rank that did not fail only stops.
-
-    DCP's own error derives from BaseException and comes up on every rank alike, which would blame all of them.
-    """
-    own = error.failures.get(rank)
-    if own is None:
-        return PeerFailed()
-    cause = own[0]
-    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

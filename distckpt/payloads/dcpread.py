@@ -14,7 +14,7 @@ import pathlib
 import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as _filesystem
@@ -64,13 +64,19 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
+def unpickled(file: IO[bytes]) -> Metadata:
+    """DCP's metadata from an open file; an exception of any kind when it is short, or more than metadata."""
+    found = _Unpickler(file).load()
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
 def metadata_of(checkpoint: Checkpoint) -> Metadata:
     """DCP's metadata of ``checkpoint``; IntegrityError when it is not what was committed, or is more than metadata. Local."""
     with checkpoint.open(METADATA) as file:
         try:
-            found = _Unpickler(file).load()
-            if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-                raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+            found = unpickled(file)
         except Exception as error:  # a pickle that is not of DCP's making can raise anything
             raise IntegrityError(f"{checkpoint.name}: {METADATA} is not loaded ({type(error).__name__}: {error}): it was not "
                                  "written by torch.distributed.checkpoint, or by a newer one than this distckpt knows",
@@ -81,15 +87,16 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
 
 
 class _Manifest(_filesystem.FileSystem):
-    """DCP's way to files: those of the manifest, for reading. Their digests are resume's business: no code stands in them."""
+    """DCP's way to files: those of the manifest, for reading. Their digests are resume's business, unless ``digest`` says
+    otherwise: no code stands in them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, digest: bool) -> None:
+        self._checkpoint, self._digest = checkpoint, digest
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "rb", mode
-        with self._checkpoint.open(os.path.relpath(path, self._checkpoint.directory), digest=False) as file:
+        with self._checkpoint.open(os.path.relpath(path, self._checkpoint.directory), self._digest) as file:
             yield file
 
 
@@ -99,9 +106,9 @@ class Reader(FileSystemReader):
     ``held``: an error from before DCP's collectives, raised inside the first of them, where DCP brings it to every rank.
     """
 
-    def __init__(self, checkpoint: Checkpoint, found: Metadata, held: Exception | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, found: Metadata, held: Exception | None, digest: bool = False) -> None:
         super().__init__(checkpoint.directory)
-        self.fs = _Manifest(checkpoint)
+        self.fs = _Manifest(checkpoint, digest)
         self._found, self._held = found, held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

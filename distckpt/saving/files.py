@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -13,7 +13,7 @@ from distckpt.durable import PIECE, Files, Output
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
-from distckpt.ordered import make_dir
+from distckpt.ordered import make_dir, walk
 
 _PACE = 8 << 20
 _BEHIND = 32 << 20
@@ -35,6 +35,7 @@ class Written:
 @dataclass
 class _Claim:
     writer: PieceWriter | Written | None = None
+    size: int | None = None
 
 
 class PieceWriter:
@@ -116,6 +117,9 @@ class PieceWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None and self._failed is not None:  # whoever wrote has swallowed it and reports success
+            self.abandon()
+            raise self._failed
         if kind is None:
             self.close()
         else:
@@ -176,9 +180,12 @@ class RankFiles:
             self._make_parents(self._prefix + "x")
         return here
 
-    def claim(self, name: str) -> str:
-        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. Local."""
-        return self._claim(name)
+    def claim(self, name: str, size: int | None = None) -> str:
+        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. ``size``: the bytes
+        that its writer counted, if it tells; a file of another size ends the save. Local."""
+        path = self._claim(name)
+        self._top._claims[self._prefix + name].size = size
+        return path
 
     def below(self, name: str) -> RankFiles:
         """The same, inside the sub-directory ``name``."""
@@ -186,10 +193,41 @@ class RankFiles:
         return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
                          aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/", parent=self)
 
-    def writer(self, name: str) -> PieceWriter:
-        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``."""
-        relative = self._prefix + rank_name(name, self.rank, self.world)
-        path = self._claim(rank_name(name, self.rank, self.world))
+    def private(self) -> str:
+        """A directory in the attempt that no other rank writes into, for a framework that gives its files names of its own.
+        ``take`` makes them files of the checkpoint. Local."""
+        path = os.path.join(self.directory, f".rank-{self.rank:05d}")
+        make_dir(self._files, path)
+        return path
+
+    def take(self, source: str, leave: Container[str] = ()) -> list[str]:
+        """Move every file below ``source``, a directory in ``private``, to its name in the checkpoint and claim it; the names.
+        ``private`` is gone then; files named in ``leave`` are deleted with it. Local.
+
+        A rename and no copy: what the framework wrote is not written again, and who wrote it is known, so that the right host
+        makes it durable (S20).
+        """
+        names = []
+        for name, item in list(walk(self._files, source)):
+            if item.kind == "dir" or name in leave:
+                continue
+            if item.kind != "file":
+                raise OSError(errno.EINVAL, f"a framework left a {item.kind} where a regular file should be",
+                              os.path.join(source, name))
+            self._files.rename(os.path.join(source, name), self._claim(name))
+            names.append(name)
+        private = self.private()
+        for name, item in reversed(list(walk(self._files, private))):
+            remove = self._files.rmdir if item.kind == "dir" else self._files.unlink
+            remove(os.path.join(private, name))
+        self._files.rmdir(private)
+        return names
+
+    def writer(self, name: str, exact: bool = False) -> PieceWriter:
+        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``, or
+        with ``exact`` ``claim``."""
+        own = name if exact else rank_name(name, self.rank, self.world)
+        relative, path = self._prefix + own, self._claim(own)
         before = self._top.bytes_written
 
         def between(size: int) -> None:
@@ -203,6 +241,11 @@ class RankFiles:
     def note(self, key: str, value: Any) -> None:
         """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
         self._top.notes[key] = value
+
+    def beside(self, name: str) -> None:
+        """``name`` of this checkpoint is a tool that is looked for in the root: after the commit it is copied there, unless
+        something of its name stands there. On rank 0."""
+        self.note("beside", [*self._top.notes.get("beside", []), check_member_path(self._prefix + name)])
 
     def stop_if_aborted(self) -> None:
         """Raise when another rank has failed: there is nothing left to write for. Between pieces, not inside collectives."""
@@ -271,7 +314,10 @@ class RankFiles:
             if seen.kind != "file" or seen.size != writer.size:
                 raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
             return FileEntry(relative, writer.size, writer.digest, self.rank)
-        return make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        if claim.size is not None and entry.size != claim.size:
+            raise OSError(errno.EIO, f"its writer reported {claim.size} bytes and {entry.size} are on disk", path)
+        return entry
 
 
 def as_file(writer: PieceWriter) -> IO[bytes]:

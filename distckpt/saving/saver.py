@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt import options
@@ -56,7 +56,7 @@ class Saver:
         with self.saving(series, step, payload, metrics, meta, on_exists, blocked) as (files, part, saved):
             if not files.skipped:
                 assert part is not None
-                part.write(files, self.ranks())
+                part.write(files, replace(self.ranks(), step=check_step(step)))
         return saved
 
     def prepare(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,

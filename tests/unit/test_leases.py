@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
+import distckpt
 from distckpt import leases
 from distckpt.errors import ConfigError, LeaseLost, StepNotFound
 from distckpt.layout import MARKER, Layout
@@ -73,6 +75,13 @@ def test_a_lease_is_durable_before_it_counts(disk: CrashFiles, one: OwnedRoot, r
     lease(disk, reader, 1)
     for state in disk.crash_states():
         assert [h.reason for h in listing(state, LAYOUT, attempt_id(1))] == ["evaluation"]
+
+
+def test_a_root_that_was_copied_without_its_home_can_be_leased(tmp_path: Path) -> None:
+    make_checkpoint(str(tmp_path), 1)
+    root = distckpt.open(tmp_path)
+    with root.lease(root.at(1), reason="export"):
+        assert [held.reason for held in root.leases_on(attempt_id(1))] == ["export"]
 
 
 def test_a_lease_can_never_protect_what_took_its_name(disk: CrashFiles, one: OwnedRoot, reader: VirtualRuntime) -> None:

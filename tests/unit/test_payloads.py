@@ -21,7 +21,7 @@ from distckpt import DCP, Member, Shards, TrainState
 from distckpt.durable import REAL
 from distckpt.errors import ConfigError, IntegrityError, MemberMissing, ResumeError, SaveError, WorldMismatch
 from distckpt.options import Seams
-from distckpt.payloads import loadable
+from distckpt.payloads import loadable, train_state
 from distckpt.payloads.base import Several, as_payload, check_only
 from distckpt.payloads.rng import Rng
 from distckpt.testing.faults import FaultyFiles
@@ -145,6 +145,9 @@ def test_fill_says_which_tensor_has_another_shape() -> None:
     (lambda: as_payload({"a": Shards({}), "b": {}}), "'b' is dict: wrap it in Shards"),
     (lambda: Several({"a/../b": Shards({})}), "'..' component"), (lambda: TrainState(), "holds nothing"),
     (lambda: TrainState(optimizer=Counter()), "needs model= as well"), (lambda: TrainState(model=3), "takes a torch module"),
+    (lambda: TrainState(model=Counter()), "a Counter: it lacks named_parameters();"),
+    (lambda: TrainState(model=torch.nn.Linear(1, 1), optimizer=[Counter()]), "not a Counter: it lacks param_groups"),
+    (lambda: TrainState(x=iter([])), "'x' is a list_iterator, which lacks state_dict() and load_state_dict()"),
     (lambda: TrainState(step=3), "member 'step' is a int"), (lambda: TrainState(x={}, rng=True), None),
     (lambda: Member({}, on_world_change="guess"), "on_world_change must be"), (lambda: DCP(), "needs a model, or state"),
     (lambda: DCP(None, 3, state={"a": 1}), "needs the model of the optimizer"), (lambda: DCP(3), "takes a torch module"),
@@ -154,7 +157,7 @@ def test_a_payload_that_cannot_be_is_refused_when_it_is_made(make: Callable[[], 
     if text is None:
         make()
         return
-    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(").replace(")", r"\)")):
         make()
 
 
@@ -237,6 +240,46 @@ def test_a_member_that_the_checkpoint_lacks_is_an_error_unless_waived(manager: A
     with pytest.raises(MemberMissing):
         manager.restore(TrainState(loader=loader), step=2)
     assert manager.restore(TrainState(loader=loader), step=2, strict=False) == 2
+
+
+def test_a_part_that_dcp_has_nothing_of_is_an_error_unless_waived(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    manager.save(1, TrainState(model=model, optimizer=optimizer, empty=torch.nn.Identity()))
+    (other, _), (average, _) = trained(1), trained(2)
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    with pytest.raises(MemberMissing, match="has no state for average") as caught:
+        manager.restore(TrainState(model=other, average=average))
+    assert caught.value.members == ["average"] and "it has: model, optimizer" in str(caught.value)
+    with caplog.at_level("WARNING"):
+        assert manager.restore(TrainState(model=other, average=average, empty=torch.nn.Identity()), strict=False) == 1
+    assert same(dict(average.state_dict()), before) and same(dict(other.state_dict()), dict(model.state_dict()))
+    assert "has no state for average" in caplog.text and "no state for empty" not in caplog.text
+
+
+def test_without_a_process_group_modules_and_each_of_several_optimizers_are_this_ranks_own(
+        manager: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPI program: DCP has no group to plan over."""
+    monkeypatch.setattr(train_state, "alone", lambda: False)
+
+    def make(seed: int) -> Any:
+        (model, one), (average, two) = trained(seed), trained(seed + 10)
+        return model, [one, two], average
+
+    model, optimizers, average = make(0)
+    state = TrainState(model=model, optimizer=optimizers, average=average)
+    assert not state.collective
+    manager.save(1, state)
+    assert sorted(p.name for p in (root / "step-1").iterdir()) == [
+        "commit.json", *(f"{n}.rank-00000-of-00001.pt" for n in ("members", "model", "optimizer-0", "optimizer-1"))]
+    again, others, other = make(1)
+    assert manager.restore(TrainState(model=again, optimizer=others, average=other)) == 1
+    assert same([again.state_dict(), other.state_dict(), [o.state_dict() for o in others]],
+                [model.state_dict(), average.state_dict(), [o.state_dict() for o in optimizers]])
+    _, others, _ = make(2)
+    again, _, _ = make(2)
+    assert manager.restore(TrainState(model=again, optimizer=others), only=["optimizer"]) == 1
+    assert same(others[1].state_dict(), optimizers[1].state_dict())
+    assert not same(dict(again.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("world", [1, 3])
