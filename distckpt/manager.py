@@ -144,6 +144,11 @@ class CheckpointManager:
     def world(self) -> int:
         return self._group.world
 
+    @property
+    def stop_signals(self) -> tuple[str, ...]:
+        """Names of the signals that the first ``poll`` takes over, and that later arrive as ``todo.stop``. Local."""
+        return self._background.signals.names
+
     def _journal_stacks(self, stacks: dict[int, str]) -> None:
         assert self._owned is not None
         for rank, text in stacks.items():
