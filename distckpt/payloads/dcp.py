@@ -28,7 +28,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
 from distckpt.payloads import loadable, optim
 from distckpt.payloads.base import Payload, Ranks
-from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
+from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
 
@@ -58,19 +58,24 @@ class _Writer(FileSystemWriter):
         if missing:
             raise OSError(5, f"DCP reported success without writing {len(missing)} of {len(plan.items)} items, such as "
                              f"{missing[0].fqn}: a writer thread failed", self._claims.directory)
-        for name in sorted({result.storage_data.relative_path for result in results}):
-            self._claims.claim(name)
+        ends: dict[str, int] = {}
+        for result in results:
+            stored = result.storage_data
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        for name, size in sorted(ends.items()):
+            self._claims.claim(name, size)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self._claims.claim(METADATA)
+        with open(self._claims.claim(METADATA), "rb") as written:
+            unpickled(written)  # no size is told for it: a short one, or one that no load would take, ends the save here
 
 
 class DCP:
     """Model and optimizer (or any state dict of tensors and stateful objects), written and resharded by DCP.
 
-    ``DCP(model, optimizer)``; ``optimizer`` may be a list. ``DCP(state={"name": tensor or stateful, ...})`` for the rest.
+    ``DCP(model, optimizer)``; ``optimizer`` may be a list. ``DCP(state={"name": tensor, module or stateful, ...})`` for the rest.
     Collective on save and load; needs a torch process group when there are several ranks. Plain
     ``torch.distributed.checkpoint.load`` reads the directory.
     """
@@ -100,7 +105,7 @@ class DCP:
         return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizers else []), *self._extra]
 
     def _state(self, wanted: Collection[str], optimizers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        state = {name: v.state_dict() if isinstance(v, Stateful) else v for name, v in self._extra.items() if name in wanted}
+        state = {name: _state_of(value) for name, value in self._extra.items() if name in wanted}
         if "model" in wanted:
             state["model"] = get_model_state_dict(self._model)
         if "optimizer" in wanted:
@@ -159,7 +164,9 @@ class DCP:
         for name, value in self._extra.items():
             if name not in state:
                 continue
-            if isinstance(value, Stateful):
+            if isinstance(value, torch.nn.Module):
+                set_model_state_dict(value, state[name])
+            elif isinstance(value, Stateful):
                 value.load_state_dict(state[name])
             elif not hasattr(value, "copy_"):
                 self._extra[name] = state[name]
@@ -174,6 +181,13 @@ class _Staged(DCP):
 
     def tree(self) -> dict[str, Any]:
         return self._tree
+
+
+def _state_of(value: Any) -> Any:
+    """A module's state as it is sharded and by the names it has without its wrappers; another's by ``state_dict``."""
+    if isinstance(value, torch.nn.Module):
+        return get_model_state_dict(value)
+    return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _check_values(value: Any, where: str) -> None:

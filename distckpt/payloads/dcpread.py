@@ -14,7 +14,7 @@ import pathlib
 import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as _filesystem
@@ -64,13 +64,19 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
+def unpickled(file: IO[bytes]) -> Metadata:
+    """DCP's metadata from an open file; an exception of any kind when it is short, or more than metadata."""
+    found = _Unpickler(file).load()
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
 def metadata_of(checkpoint: Checkpoint) -> Metadata:
     """DCP's metadata of ``checkpoint``; IntegrityError when it is not what was committed, or is more than metadata. Local."""
     with checkpoint.open(METADATA) as file:
         try:
-            found = _Unpickler(file).load()
-            if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-                raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+            found = unpickled(file)
         except Exception as error:  # a pickle that is not of DCP's making can raise anything
             raise IntegrityError(f"{checkpoint.name}: {METADATA} is not loaded ({type(error).__name__}: {error}): it was not "
                                  "written by torch.distributed.checkpoint, or by a newer one than this distckpt knows",

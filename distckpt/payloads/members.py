@@ -15,7 +15,7 @@ import torch
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
-from distckpt.payloads import loadable, torchfile
+from distckpt.payloads import kinds, loadable, torchfile
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.live import Live, of_value
 from distckpt.payloads.rng import Rng
@@ -63,9 +63,10 @@ class Members:
         for name, value in members.items():
             member = value if isinstance(value, Member) else Member(value)
             inner = member.value
-            if not isinstance(inner, dict) and not (hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")):
-                raise ConfigError(f"member {name!r} is a {type(inner).__name__}: it needs state_dict() and load_state_dict(), or "
-                                  "to be a dict of JSON values that is updated in place on load")
+            lacks = kinds.lacking(inner, ("state_dict", "load_state_dict"))
+            if lacks and not isinstance(inner, dict):
+                raise ConfigError(f"member {name!r} is a {type(inner).__name__}, which lacks {lacks}: give it both, or save a "
+                                  "dict of JSON values, which is updated in place on load")
             self._members[name] = member
 
     @property

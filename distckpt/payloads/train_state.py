@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination.bootstrap import alone
 from distckpt.errors import ConfigError
+from distckpt.payloads import kinds
 from distckpt.payloads.base import Parts, Payload, Ranks, stageable
 from distckpt.payloads.dcp import DCP
 from distckpt.payloads.live import Live, joined, live_of
@@ -21,57 +22,69 @@ from distckpt.saving.files import RankFiles
 class TrainState:
     """All of a loop's state as one payload: ``TrainState(model=..., optimizer=..., scheduler=..., loader=..., rng=True)``.
 
-    The model (plain, DDP, FSDP1 or FSDP2) and the optimizer go through DCP, which reshards on load; several ranks without a
-    torch process group (an MPI program, srun) each write their own shard. ``rng=True`` adds this rank's random states. The
-    scheduler is the same on all ranks and is taken from rank 0 at another world size; every other keyword is a per-rank
-    member: an object with ``state_dict`` and ``load_state_dict``, a dict of JSON values that is updated in place on load,
-    or ``Member(value, on_world_change=...)``.
+    The model (plain, DDP, FSDP1 or FSDP2) and the optimizer, or a list of them, go through DCP, which reshards on load; so do
+    further modules and dicts of DTensors (an average of the weights, say); several ranks without a torch process group (an MPI
+    program, srun) each write their own shard. A framework's engine as the model goes through its own payload. ``rng=True``
+    adds this rank's random states. Schedulers and GradScalers are the same on all ranks and are taken from rank 0 at another
+    world size; every other keyword is a per-rank member: an object with ``state_dict`` and ``load_state_dict``, a dict of JSON
+    values that is updated in place on load, or ``Member(value, on_world_change=...)``. ConfigError for anything else.
     """
 
     def __init__(self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
                  rng: bool = False, **members: Any) -> None:
-        named: dict[str, Any] = dict(members)
-        if loader is not None:
-            named["loader"] = loader
-        if scheduler is not None:
-            named["scheduler"] = scheduler if isinstance(scheduler, Member) else Member(scheduler, on_world_change="rank0")
+        given: dict[str, Any] = {**members, "loader": loader, "scheduler": scheduler}
+        named: dict[str, Any] = {name: value for name, value in given.items() if value is not None or name in members}
         if rng:
             if "rng" in named:
                 raise ConfigError("rng is given twice")
             named["rng"] = Rng()
-        self._model, self._optimizer = model, optimizer
-        self._members = Members(named) if named else None
+        self._engine = kinds.engine_of(model)
+        self._model = model if self._engine is None else None
+        self._optimizer = optimizer
         if model is None and optimizer is not None:
             raise ConfigError("TrainState(optimizer=...) needs model= as well: optimizer state is stored by parameter name")
-        if model is not None and not (hasattr(model, "named_parameters") and hasattr(model, "state_dict")):
-            raise ConfigError(f"TrainState(model=...) takes a torch module (plain, DDP or FSDP), not {type(model).__name__}")
-        if type(model).__module__.partition(".")[0] == "deepspeed":
-            raise ConfigError("TrainState cannot save a DeepSpeed engine (it shards its optimizer state in its own way): use "
-                              "manager.saving(step) and engine.save_checkpoint(files.path, save_latest=False) in the block")
+        if self._engine is not None and optimizer is not None:
+            raise ConfigError(f"TrainState(optimizer=...): a {type(model).__name__} saves its optimizer itself; leave it out")
+        if self._model is not None:
+            kinds.check_module(model, "TrainState(model=...)")
+        kinds.check_optimizers(optimizer, "TrainState(optimizer=...)")
+        self._sharded = {name: value for name, value in named.items() if kinds.is_sharded(value)}
+        self._own = {name: _with_rule(name, value) for name, value in named.items() if name not in self._sharded}
+        Members(self._own)  # it refuses what is none
         if model is None and not named:
             raise ConfigError("TrainState holds nothing: give it a model, or members")
 
     def _parts(self) -> dict[str, Payload]:
         parts: dict[str, Payload] = {}
-        if self._model is not None:
-            if self.collective:
-                parts["model"] = DCP(self._model, self._optimizer)
-            else:
+        own = dict(self._own)
+        if self._engine is not None:
+            parts["engine"] = self._engine
+        if self._by_dcp():
+            parts["model"] = DCP(self._model, self._optimizer, state=self._sharded)
+        else:
+            own |= self._sharded
+            if self._model is not None:
                 parts["model"] = Shards(self._model, name="model")
-                if self._optimizer is not None:
-                    parts["optimizer"] = Shards(self._optimizer, name="optimizer")
-        if self._members is not None:
-            parts["members"] = self._members
+            several = isinstance(self._optimizer, (list, tuple))
+            for index, optimizer in enumerate(self._optimizer if several else [self._optimizer]):
+                if optimizer is not None:
+                    name = f"optimizer-{index}" if several else "optimizer"
+                    parts[name] = Shards(optimizer, name=name)
+        if own:
+            parts["members"] = Members(own)
         return parts
+
+    def _by_dcp(self) -> bool:
+        return (self._model is not None or bool(self._sharded)) and (dist.is_initialized() or alone())
 
     @property
     def collective(self) -> bool:
-        return self._model is not None and (dist.is_initialized() or alone())
+        return self._by_dcp() or self._engine is not None and self._engine.collective
 
     @property
     def members(self) -> list[str]:
-        return [*(["model"] if self._model is not None else []), *(["optimizer"] if self._optimizer is not None else []),
-                *(self._members.members if self._members else [])]
+        return [*(["model"] if self._model is not None or self._engine is not None else []),
+                *(["optimizer"] if self._optimizer is not None else []), *sorted([*self._own, *self._sharded])]
 
     parts = members
 
@@ -95,5 +108,16 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, part in self._parts().items():
-            if ranks.only is None or name == "members" or set(getattr(part, "parts", [name])) & set(ranks.only):
+            if ranks.only is None or name == "members" or set(getattr(part, "parts", [_keyword(name)])) & set(ranks.only):
                 part.load(checkpoint, ranks)
+
+
+def _with_rule(name: str, value: Any) -> Member:
+    if isinstance(value, Member):
+        return value
+    return Member(value, on_world_change="rank0" if name == "scheduler" or kinds.is_alike(value) else "error")
+
+
+def _keyword(part: str) -> str:
+    """The keyword of ``TrainState`` that a part is of."""
+    return {"engine": "model"}.get(part, part.partition("-")[0])

@@ -34,6 +34,7 @@ class Written:
 @dataclass
 class _Claim:
     writer: PieceWriter | Written | None = None
+    size: int | None = None
 
 
 class PieceWriter:
@@ -175,9 +176,12 @@ class RankFiles:
             self._make_parents(self._prefix + "x")
         return here
 
-    def claim(self, name: str) -> str:
-        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. Local."""
-        return self._claim(name)
+    def claim(self, name: str, size: int | None = None) -> str:
+        """Say that this rank wrote ``name`` (relative to ``directory``), under a name of the framework's. ``size``: the bytes
+        that its writer counted, if it tells; a file of another size ends the save. Local."""
+        path = self._claim(name)
+        self._top._claims[self._prefix + name].size = size
+        return path
 
     def below(self, name: str) -> RankFiles:
         """The same, inside the sub-directory ``name``."""
@@ -270,7 +274,10 @@ class RankFiles:
             if seen.kind != "file" or seen.size != writer.size:
                 raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
             return FileEntry(relative, writer.size, writer.digest, self.rank)
-        return make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        if claim.size is not None and entry.size != claim.size:
+            raise OSError(errno.EIO, f"its writer reported {claim.size} bytes and {entry.size} are on disk", path)
+        return entry
 
 
 def as_file(writer: PieceWriter) -> IO[bytes]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from torch.distributed.tensor import DTensor
 
 from distckpt import digest
@@ -206,13 +207,11 @@ def _walk(value: Any, on_tensor: OnTensor, name: str, deep: bool = True) -> Any:
     if isinstance(value, DTensor):
         local = on_tensor(name, value._local_tensor)
         return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    if isinstance(value, ShardedTensor):  # FSDP1's, a tensor by class and without memory of its own
+        shards = [_shard(shard, on_tensor, f"{name}[shard {index}]") for index, shard in enumerate(value.local_shards())]
+        return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, value.metadata(), value.sharding_spec())
     if isinstance(value, torch.Tensor):
         return on_tensor(name, value)
-    if _is_sharded(value):
-        staged = _copy.copy(value)
-        staged._local_shards = [_shard(shard, on_tensor, f"{name}[shard {index}]")
-                                for index, shard in enumerate(value._local_shards)]
-        return staged
     if type(value) in (dict, OrderedDict):
         found = type(value)((key, _walk(item, on_tensor, f"{name}.{key}" if name else str(key), deep))
                             for key, item in value.items())
@@ -222,10 +221,6 @@ def _walk(value: Any, on_tensor: OnTensor, name: str, deep: bool = True) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_walk(item, on_tensor, f"{name}[{index}]", deep) for index, item in enumerate(value))
     return _copy.deepcopy(value) if deep else value
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value).__name__ == "ShardedTensor" and hasattr(value, "_local_shards")
 
 
 def _shard(shard: Any, on_tensor: OnTensor, name: str) -> Any:
