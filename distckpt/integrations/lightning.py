@@ -79,7 +79,7 @@ class Checkpointing(Checkpoint):
                  **options: Any) -> None:
         given = isinstance(root, CheckpointManager)
         if given and options:
-            raise ConfigError(f"Checkpointing(manager, {next(iter(options))}=...): a manager that is made already has its options")
+            raise ConfigError(f"Checkpointing(manager, {next(iter(options))}=...): the manager was made with its options")
         self._given = root if isinstance(root, CheckpointManager) else None
         self._root = "" if isinstance(root, CheckpointManager) else os.fspath(root)
         self._options = options
@@ -143,8 +143,8 @@ class Checkpointing(Checkpoint):
         given = trainer.ckpt_path
         if given is not self._decided and str(given) != str(self._decided):
             raise ConfigError(f"{self.manager.root} goes on from {found.name}, and fit was given ckpt_path={given!r}: pass "
-                              "ckpt_path=checkpointing.ckpt_path (Checkpointing(step=...) goes back to an older one, another root "
-                              "starts another run)")
+                              "ckpt_path=checkpointing.ckpt_path (Checkpointing(step=...) goes back to an older one, another "
+                              "root starts another run)")
         if trainer.global_step != found.step:
             raise ConfigError(f"{found.name} is of step {found.step}, and the trainer that Lightning loaded from it is at step "
                               f"{trainer.global_step}: was global_step changed by a hook?")
@@ -227,8 +227,8 @@ class Checkpointing(Checkpoint):
                 continue
             first = os.path.relpath(real(other.dirpath), real(root)).partition(os.sep)[0]
             if first in (".", HOME) or series_of(self.manager._naming, first) is not None:
-                raise ConfigError(f"ModelCheckpoint(dirpath={other.dirpath!r}) writes into {root}, whose checkpoints are kept and "
-                                  "deleted by distckpt: give it another directory, or leave it out")
+                raise ConfigError(f"ModelCheckpoint(dirpath={other.dirpath!r}) writes into {root}, whose checkpoints are kept "
+                                  "and deleted by distckpt: give it another directory, or leave it out")
 
 
 class DurableCheckpointIO(TorchCheckpointIO):

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcp import _mine, _Staged
+from distckpt.payloads.dcpread import METADATA, unpickled
 from distckpt.payloads.members import Members
 from distckpt.saving.files import RankFiles
 
@@ -169,8 +169,12 @@ def _writer_of(strategy: Any) -> str:
 def _require_whole(path: str) -> None:
     """OSError unless what the framework says it wrote is there and not cut short: its return value is not trusted."""
     if os.path.isdir(path):
+        if not os.path.exists(os.path.join(path, METADATA)):
+            return  # not DCP's: DeepSpeed, say
         _require_shards(path)
         path = os.path.join(path, _REST)
+    if not os.path.exists(path):
+        raise OSError(errno.ENOENT, "Lightning reported success and wrote nothing", path)
     with open(path, "rb") as file:
         if file.read(2) not in (b"PK", b""):
             return  # a CheckpointIO of the user's, in a format of its own
@@ -182,10 +186,10 @@ def _require_whole(path: str) -> None:
 
 
 def _require_shards(path: str) -> None:
-    if not os.path.exists(os.path.join(path, ".metadata")):
-        return  # not DCP's: DeepSpeed, say
     ends: dict[str, int] = {}
-    for piece in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+    with open(os.path.join(path, METADATA), "rb") as file:
+        stored = unpickled(file).storage_data or {}
+    for piece in stored.values():
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in ends.items():
         size = os.stat(os.path.join(path, name)).st_size
