@@ -168,19 +168,22 @@ class Checkpointing(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """No save and no collective: the other ranks may be anywhere, and the error must not wait for them (FIELD_CASES B51)."""
-        manager, self._manager = self._manager, None
-        if manager is not None and self._given is None:
+        manager = self._leave(trainer)
+        if manager is not None:
             manager.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+        manager = self._leave(trainer) if stage == "fit" else None
+        if manager is not None:
+            manager.close()
+
+    def _leave(self, trainer: Trainer) -> CheckpointManager | None:
+        """The manager, if it is ours to close; the trainer as it was."""
         if self._skipped_validation is not None:
             trainer.limit_val_batches, self._skipped_validation = self._skipped_validation, None
         self._decided.path = None
         manager, self._manager = self._manager, None
-        if manager is not None and self._given is None:
-            manager.close()
+        return manager if self._given is None else None
 
     # -- the steps -----------------------------------------------------------------------------------------------
 

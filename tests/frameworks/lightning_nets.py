@@ -28,11 +28,12 @@ class Loader:
         return self._batches
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        if self._next >= self._batches:  # Lightning counts, and does not ask for the end
+            self._next, self._epoch = 0, self._epoch + 1
         while self._next < self._batches:
             made = torch.Generator().manual_seed(1000 * self._rank + 10 * self._epoch + self._next)
             self._next += 1
             yield torch.randn(4, 8, generator=made)
-        self._next, self._epoch = 0, self._epoch + 1
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self._next, "epoch": self._epoch}
@@ -80,9 +81,9 @@ def trainer_of(kind: str, world: int, steps: int, *callbacks: pl.Callback, **opt
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "plugins": [LightningEnvironment()],
-               "num_sanity_val_steps": 0, **options}
-    return pl.Trainer(max_steps=steps, accelerator="cpu", devices=world, strategy=strategy_of(kind, world),
-                      callbacks=list(callbacks), enable_checkpointing=bool(callbacks), **options)
+               "num_sanity_val_steps": 0, "strategy": strategy_of(kind, world), **options}
+    return pl.Trainer(max_steps=steps, accelerator="cpu", devices=world, callbacks=list(callbacks),
+                      enable_checkpointing=bool(callbacks), **options)
 
 
 def state_of(trainer: pl.Trainer) -> Any:
