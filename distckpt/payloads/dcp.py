@@ -118,7 +118,7 @@ class DCP:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise _mine(error, ranks.rank) from error
+            raise mine(error, ranks.rank) from error
         except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
             raise PeerFailed from error
 
@@ -153,7 +153,7 @@ class DCP:
             with _quietly():
                 load(state, storage_reader=Reader(checkpoint, found, held), planner=Planner(), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise _mine(error, ranks.rank) from error
+            raise mine(error, ranks.rank) from error
         self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _mine(error: CheckpointException, rank: int) -> Exception:
+def mine(error: CheckpointException, rank: int) -> Exception:
     """What this rank itself raised inside DCP's collective; a rank that did not fail only stops.
 
     DCP's own error derives from BaseException and comes up on every rank alike, which would blame all of them.

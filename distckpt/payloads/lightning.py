@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing
 from distckpt.payloads.base import Payload, Ranks
-from distckpt.payloads.dcp import _mine, _Staged
+from distckpt.payloads.dcp import _Staged
 from distckpt.payloads.dcpread import METADATA, unpickled
 from distckpt.payloads.members import Members
 from distckpt.saving.files import RankFiles
@@ -66,15 +65,9 @@ class Lightning:
             path = files.claim(NAME) if ranks.rank == 0 else os.path.join(files.directory, NAME)
         else:
             path = os.path.join(files.path, NAME)
-        try:
-            strategy.save_checkpoint(dumped, path)
-        except CheckpointException as error:
-            raise _mine(error, ranks.rank) from error
+        strategy.save_checkpoint(dumped, path)
         if ranks.rank == 0:
             _require_whole(path)
-        self._write_members(files, ranks)
-
-    def _write_members(self, files: RankFiles, ranks: Ranks) -> None:
         if self._members is not None:
             self._members.write(files, ranks)
 

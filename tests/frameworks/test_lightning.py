@@ -19,6 +19,7 @@ import distckpt
 from distckpt import catalog
 from distckpt.durable import REAL
 from distckpt.payloads import torchfile
+from distckpt.saving.arena import Arena
 from tests.frameworks.lightning_job import the_stage, train
 from tests.frameworks.story import Job, Story
 
@@ -72,16 +73,21 @@ def _who_writes(rank: int, world: int, job: Job) -> Any:
     """What Lightning's own writers and ours were given in one run."""
     ours: list[list[str]] = []
     write, single, sharded = torchfile.write, TorchCheckpointIO.save_checkpoint, ModelParallelStrategy.save_checkpoint
+    reserve, copied = Arena.reserve, [0]
 
     def watched(value: Any, out: Any) -> None:
         ours.append(sorted(value))
         write(value, out)
 
-    with mock.patch.object(torchfile, "write", watched), \
+    def counted(self: Arena, size: int) -> None:
+        copied.append(size)
+        reserve(self, size)
+
+    with mock.patch.object(Arena, "reserve", counted), mock.patch.object(torchfile, "write", watched), \
             mock.patch.object(TorchCheckpointIO, "save_checkpoint", autospec=True, side_effect=single) as by_io, \
             mock.patch.object(ModelParallelStrategy, "save_checkpoint", autospec=True, side_effect=sharded) as by_strategy:
         train(rank, world, job)
-    return by_io.call_count, by_strategy.call_count, ours
+    return by_io.call_count, by_strategy.call_count, ours, max(copied)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
@@ -91,6 +97,8 @@ def test_lightnings_own_writers_write_and_ours_see_members_only(background: bool
         told = the_stage().values(2, _who_writes, Job(str(tmp_path / kind), background=background, extra={"kind": kind}))
         assert [t[0] for t in told] == by_io and [t[1] for t in told] == by_strategy
         assert all(t[2] == [["rng"]] * 3 for t in told)
+        if background and kind == "ddp":
+            assert told[0][3] > told[1][3], "a rank that writes nothing of it copied the model"
         found = catalog.read_marker(REAL, str(tmp_path / kind / "step-6"))
         names = {e.path for e in found.files} - {f"members.rank-0000{r}-of-00002.pt" for r in range(2)}
         assert names == ({"checkpoint.ckpt"} if kind == "ddp" else {f"checkpoint.ckpt/{name}" for name in (
