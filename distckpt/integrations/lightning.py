@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -124,6 +125,10 @@ class Checkpointing(Checkpoint):
         self._manager.restore(self._loaded, **self._resume)
         found = self._loaded.found
         self._decided.path = os.path.join(found.path, NAME) if found is not None else ""
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._manager is not None:
+            self._take_signals()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._manager is None:
@@ -255,9 +260,14 @@ class DurableCheckpointIO(TorchCheckpointIO):
         os.makedirs(folder, exist_ok=True)
         temporary = os.path.join(folder, f".{name}.part")
         unlink_if_there(self._files, temporary)  # of a process that was killed here
-        with PieceWriter(self._files.open(temporary), temporary, None, lambda size: None) as out:
-            torch.save(checkpoint, as_file(out))
-        self._files.rename(temporary, target)
+        try:
+            with PieceWriter(self._files.open(temporary), temporary, None, lambda size: None) as out:
+                torch.save(checkpoint, as_file(out))
+            self._files.rename(temporary, target)
+        except BaseException:  # whatever it was is raised again: only the space goes back
+            with suppress(OSError):
+                unlink_if_there(self._files, temporary)
+            raise
         self._files.fsync_dir(folder)
 
     def remove_checkpoint(self, path: Any) -> None:

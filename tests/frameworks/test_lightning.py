@@ -69,6 +69,35 @@ def test_the_story(kind: str, background: bool, tmp_path: Path) -> None:
         assert sums == [value.double().sum().item() for value in stored.values()]
 
 
+_PROGRAM = """
+import os, sys
+import torch
+from distckpt.integrations.lightning import Checkpointing
+from tests.frameworks.lightning_nets import Loader, Net, state_of, trainer_of
+from tests.frameworks.story import digest
+rank = int(os.environ.get("LOCAL_RANK", 0))
+torch.manual_seed(100 + rank)
+checkpointing = Checkpointing(sys.argv[1], save_every=2, background=True)
+trainer = trainer_of("ddp", 2, 6, checkpointing)
+trainer.fit(Net(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
+with open(f"{sys.argv[1]}.{trainer.global_rank}", "w") as out:
+    out.write(digest(state_of(trainer)))
+"""
+
+
+def test_under_lightnings_own_launcher_which_starts_the_second_rank_inside_fit(tmp_path: Path) -> None:
+    """``python train.py``: there is one process and no process group before ``fit``. It goes on from what other ranks saved."""
+    plain = [t.final for t in the_stage().values(2, train, Job())]
+    root, script = tmp_path / "root", tmp_path / "train.py"
+    the_stage().values(2, train, Job(str(root), steps=4))
+    script.write_text(_PROGRAM)
+    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    said = subprocess.run([sys.executable, str(script), str(root)], capture_output=True, text=True, timeout=120, check=False,
+                          env={**bare, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()})
+    assert said.returncode == 0, said.stderr[-4000:]
+    assert [(tmp_path / f"root.{rank}").read_text() for rank in range(2)] == plain
+
+
 def _who_writes(rank: int, world: int, job: Job) -> Any:
     """What Lightning's own writers and ours were given in one run."""
     ours: list[list[str]] = []

@@ -144,7 +144,7 @@ def _accumulated(root: str) -> Any:
     return plain, whole[:2], again[:2], polls.polled
 
 
-def test_saves_stand_between_accumulations_and_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_B136_saves_stand_between_accumulations_and_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """4 batches make 2 steps: 7 steps end inside an epoch, and so does step 3, from which it goes on to the same bits."""
     plain, whole, again, polled = in_one(_accumulated, str(tmp_path / "root"))
     assert whole == (0, plain) and again == (3, plain)
@@ -274,6 +274,7 @@ def test_B08_B127_a_single_file_is_as_it_was_or_whole_and_every_error_is_raised(
         with pytest.raises(OSError) as caught:
             _write_io(path, 2, FaultyFiles(REAL, fail(number, op=op)))
         assert caught.value.errno == number and int(torch.load(path, weights_only=True)["value"].unique()) == 1
+        assert os.listdir(tmp_path / "files") == ["last.ckpt"], "a failed write keeps its space"
 
 
 def _with_io(folder: str) -> Any:

@@ -13,11 +13,13 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint import FileSystemWriter
 
-from distckpt.errors import SaveError
+from distckpt import Timeouts
+from distckpt.errors import RankTimeout, SaveError
 from distckpt.integrations.lightning import Checkpointing
 from distckpt.payloads.lightning import Lightning
 from distckpt.payloads.rng import Rng
@@ -187,3 +189,33 @@ def _behind(rank: int, world: int, root: str) -> Any:
 def test_a_failed_background_save_ends_fit_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
     told = the_stage().values(2, _behind, str(tmp_path / "root"))
     assert told[0] == told[1] and told[0][:2] == (2, [0]) and 2 < told[0][2] < 50
+
+
+class _OnRank0(pl.Callback):
+    """Saves under ``if trainer.is_global_zero``, while the others train on."""
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        self._checkpointing = checkpointing
+        self.told: Any = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *ignored: Any) -> None:
+        if trainer.global_step == 2:
+            if trainer.is_global_zero:
+                with pytest.raises(RankTimeout, match="every rank must make this call") as caught:
+                    self._checkpointing.manager.save(2, Lightning(trainer, {}))
+                self.told = sorted(caught.value.missing)
+            dist.barrier()
+
+
+def _one_saves(rank: int, world: int, root: str, kind: str) -> Any:
+    checkpointing = Checkpointing(root, timeouts=Timeouts(arrive=1.0))
+    lone = _OnRank0(checkpointing)
+    trainer = trainer_of(kind, world, 3, lone, checkpointing)
+    trainer.fit(Sharded() if kind == "fsdp2" else Net(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
+    return lone.told
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_B49_a_save_that_one_rank_makes_alone_names_the_others_and_the_next_one_works(kind: str, tmp_path: Path) -> None:
+    assert the_stage().values(2, _one_saves, str(tmp_path / "root"), kind) == [[1], None]
+    assert sorted(p.name for p in (tmp_path / "root").glob("step-*")) == ["step-3"]
