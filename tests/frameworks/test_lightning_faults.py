@@ -207,15 +207,19 @@ class _OnRank0(pl.Callback):
             dist.barrier()
 
 
-def _one_saves(rank: int, world: int, root: str, kind: str) -> Any:
+def _one_saves(rank: int, world: int, root: str, kind: str) -> None:
     checkpointing = Checkpointing(root, timeouts=Timeouts(arrive=1.0))
     lone = _OnRank0(checkpointing)
     trainer = trainer_of(kind, world, 3, lone, checkpointing)
-    trainer.fit(Sharded() if kind == "fsdp2" else Net(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
-    return lone.told
+    try:
+        trainer.fit(Sharded() if kind == "fsdp2" else Net(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
+    finally:
+        assert lone.told == ([1] if rank == 0 else None)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_B49_a_save_that_one_rank_makes_alone_names_the_others_and_the_next_one_works(kind: str, tmp_path: Path) -> None:
-    assert the_stage().values(2, _one_saves, str(tmp_path / "root"), kind) == [[1], None]
-    assert sorted(p.name for p in (tmp_path / "root").glob("step-*")) == ["step-3"]
+def test_B49_a_save_that_one_rank_makes_alone_names_the_others_and_strands_nobody(kind: str, tmp_path: Path) -> None:
+    """The others are told at their next save, and the run ends on every rank."""
+    ends = the_stage().run(2, _one_saves, str(tmp_path / "root"), kind, limit=40.0)
+    assert ends[1].error == "RankTimeout" and "save of step 2: no word for 1 s in phase 'save' from rank 1" in ends[1].text
+    assert ends[0].error == "RankLost" and not list((tmp_path / "root").glob("step-*"))
