@@ -79,6 +79,11 @@ class Checkpoint:
         """Whether the manifest names this file."""
         return self._prefix + path in self._by_path
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the files, relative to ``directory``."""
+        return [path[len(self._prefix):] for path in self._by_path if path.startswith(self._prefix)]
+
     def entry(self, path: str) -> FileEntry:
         path = self._prefix + path
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
 from distckpt.catalog import Entry, RootRecord
-from distckpt.durable import GONE, Files, fsync_tree_dirs, make_dir, replace, to_trash
+from distckpt.durable import GONE, Files, fsync_tree_dirs, is_listed, make_dir, replace, to_trash
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.janitor import Janitor
 from distckpt.journal import Journal
@@ -28,6 +28,8 @@ from distckpt.runtime import Runtime
 from distckpt.status import Status
 
 log = logging.getLogger(__name__)
+
+_TOOL = 1 << 20
 
 _open: dict[tuple[int, str, str], OwnedRoot] = {}
 _opening = threading.RLock()  # two managers of one root made by two threads must end up with one owner
@@ -313,6 +315,17 @@ class OwnedRoot:
             replace(self.files, self.layout.pointer, name.encode() + b"\n", self.layout.staging(self.generation, "latest.tmp"))
         except OSError as error:
             log.warning("could not move 'latest' to %s: %s; it is only a convenience, resume does not use it", name, error)
+
+    def put_beside(self, name: str, tools: list[str]) -> None:
+        """Copy files of the checkpoint ``name`` into the root, once: a framework's tools are looked for there."""
+        for tool in tools:
+            target = os.path.join(self.layout.root, os.path.basename(tool))
+            try:
+                if not is_listed(self.files, target):
+                    data = self.files.read(os.path.join(self.layout.final(name), tool), _TOOL)
+                    replace(self.files, target, data, self.layout.staging(self.generation, "tool.tmp"))
+            except OSError as error:
+                log.warning("could not copy %s from %s into the root: %s; the checkpoint has it", tool, name, error)
 
     def record_rollback(self, target: int) -> None:
         """Remember durably that the run goes on from the older commit ``target``, so that a crash before the next

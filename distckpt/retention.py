@@ -111,8 +111,7 @@ class KeepBest(Policy):
             raise ConfigError("KeepBest(0) is no rule: leave it out")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"best_mode must be 'min' or 'max', not {self.mode!r}")
-        if not isinstance(self.metric, str) or not self.metric or any(c in self.metric for c in ",|=\n"):
-            raise ConfigError(f"best_metric must be a name without ',', '|' or '=', not {self.metric!r}")
+        _check_metric(self.metric)
 
     def __call__(self, records: Sequence[Record]) -> dict[str, str]:
         scored = [r for r in newest_first(records) if not math.isnan(r.metrics.get(self.metric, math.nan))]
@@ -124,6 +123,39 @@ class KeepBest(Policy):
     @property
     def spec(self) -> str:
         return f"best={self.count},{self.metric},{self.mode}"
+
+
+@dataclass(frozen=True)
+class KeepTotal(Policy):
+    """``count`` in all: the newest, the one whose step the newest has as its metric ``names``, and the latest others.
+
+    What Transformers means by ``save_total_limit``: the best one counts, and stays although it is old. Two stay at ``count`` 1
+    when the best is not the newest.
+    """
+
+    count: int
+    names: str = "best_step"
+
+    def __post_init__(self) -> None:
+        if _limit("keep_last", self.count) == 0:
+            raise ConfigError("KeepTotal(0) would mean no limit: use KeepAll()")
+        _check_metric(self.names)
+
+    def __call__(self, records: Sequence[Record]) -> dict[str, str]:
+        ordered = newest_first(records)
+        kept = {r.attempt: "the newest" for r in ordered[:1]}
+        for record in ordered[1:]:
+            if record.step == ordered[0].metrics.get(self.names) and record.stale == ordered[0].stale:
+                kept[record.attempt] = f"the newest names it as {self.names}"
+                break
+        for record in ordered[1:]:
+            if len(kept) < self.count:
+                kept.setdefault(record.attempt, f"one of {self.count} in all")
+        return kept
+
+    @property
+    def spec(self) -> str:
+        return f"total={self.count},{self.names}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +178,11 @@ class AnyOf(Policy):
     @property
     def spec(self) -> str:
         return "|".join(policy.spec for policy in self.members)
+
+
+def _check_metric(name: object) -> None:
+    if not isinstance(name, str) or not name or any(c in name for c in ",|=\n"):
+        raise ConfigError(f"best_metric must be a name without ',', '|' or '=', not {name!r}")
 
 
 def _limit(name: str, value: object) -> int:
@@ -191,9 +228,12 @@ def parse(spec: str) -> Policy:
             elif kind == "best":
                 count, metric, mode = value.split(",")
                 parts.append(KeepBest(int(count), metric, mode))
+            elif kind == "total":
+                total, names = value.split(",")
+                parts.append(KeepTotal(int(total), names))
             else:
                 raise ValueError(part)
         except ValueError as error:
-            raise ConfigError(f"retention {spec!r} is not known: use all, last=N, every=N, best=N,METRIC,min|max "
-                              "joined by '|'") from error
+            raise ConfigError(f"retention {spec!r} is not known: use all, last=N, every=N, best=N,METRIC,min|max, "
+                              "total=N,METRIC joined by '|'") from error
     return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))

@@ -1,1 +1,1 @@
-"""Adapters that plug into a framework's own loop; each is imported by its user only."""
+"""One module for each framework that owns the training loop or the saving; each imports its framework when it is imported."""

@@ -17,7 +17,8 @@ from distckpt.saving.files import RankFiles
 class Ranks:
     """Who writes or loads. ``gloo``: a process group of our own for frameworks that run collectives, None without torch's.
 
-    ``strict``: a member that the checkpoint lacks is an error. ``only``: names to load, None for all.
+    ``strict``: a member that the checkpoint lacks is an error. ``only``: names to load, None for all. ``step``: what is being
+    saved, for a payload that counts steps itself.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class Ranks:
     gloo: Callable[[], Any]
     strict: bool = True
     only: Collection[str] | None = None
+    step: int | None = None
 
 
 @runtime_checkable

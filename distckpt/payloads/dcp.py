@@ -29,6 +29,7 @@ from distckpt.errors import ConfigError
 from distckpt.payloads import loadable, optim
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
+from distckpt.payloads.framework import own_failure
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.saving.files import PeerFailed, RankFiles
 
@@ -118,7 +119,7 @@ class DCP:
             with _quietly():
                 save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise mine(error, ranks.rank) from error
+            raise own_failure(error, ranks.rank) from error
         except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
             raise PeerFailed from error
 
@@ -153,7 +154,7 @@ class DCP:
             with _quietly():
                 load(state, storage_reader=Reader(checkpoint, found, held), planner=Planner(), process_group=ranks.gloo())
         except CheckpointException as error:
-            raise mine(error, ranks.rank) from error
+            raise own_failure(error, ranks.rank) from error
         self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -214,15 +215,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-def mine(error: CheckpointException, rank: int) -> Exception:
-    """What this rank itself raised inside DCP's collective; a rank that did not fail only stops.
-
-    DCP's own error derives from BaseException and comes up on every rank alike, which would blame all of them.
-    """
-    own = error.failures.get(rank)
-    if own is None:
-        return PeerFailed()
-    cause = own[0]
-    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,14 +23,21 @@ def write(value: Any, out: PieceWriter) -> None:
     manifest; so it is left out where there is a digest (``torch.load`` does not read it). The switch is torch's and
     belongs to the process: another thread's torch.save at the same moment may lack its CRC as well.
     """
-    if out.digest is None:
+    with without_crc(out):
         torch.save(value, as_file(out))
+
+
+@contextmanager
+def without_crc(out: PieceWriter) -> Iterator[None]:
+    """Inside, torch.save into ``out`` leaves the CRC out, if there is a digest. See ``write``."""
+    if out.digest is None:
+        yield
         return
     with _crc:
         before = get_crc32_options()
         set_crc32_options(False)
         try:
-            torch.save(value, as_file(out))
+            yield
         finally:
             set_crc32_options(before)
 

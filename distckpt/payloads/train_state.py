@@ -104,7 +104,7 @@ class TrainState:
 
     def of(self, tree: Any) -> Payload:
         staged = {name: stageable(part).of(tree[name]) for name, part in self._parts().items()}
-        return Parts(staged, self.collective, self.members)
+        return Parts(staged, any(part.collective for part in staged.values()), self.members)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         for name, part in self._parts().items():

@@ -36,6 +36,7 @@ class Committer:
         self._policy: Policy | None = None
         self._began = 0.0
         self._begun = ""
+        self._beside: list[str] = []
         self._sizes: dict[str, int | None] = {}
         self.series_committed: set[str] = set()
 
@@ -242,6 +243,7 @@ class Committer:
             world=self.group.world, files=entries, branch=lineage.branch, parent=lineage.parent, lineage=lineage.ancestors,
             time=owned.runtime.time(), host=self.group.identity.host, metrics=request.metrics, meta=request.meta,
             payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
+        self._beside = list(found.payload.get("beside", []))
         with owned.lock:
             outcome = commit(owned, found, replace=go.replace)
         owned.live.discard(go.attempt)
@@ -276,6 +278,7 @@ class Committer:
         with self.owned.lock:
             if request.series == MAIN:
                 self.owned.point_to(go.name)
+            self.owned.put_beside(go.name, self._beside)
             self.rotate(request.series, self._policy)
 
     def rotate(self, series: str, policy: Policy) -> list[str]:

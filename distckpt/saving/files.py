@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from distckpt import digest as _digest
-from distckpt.durable import PIECE, Files, Output, make_dir
+from distckpt.durable import PIECE, Files, Output, make_dir, walk
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
@@ -116,6 +116,9 @@ class PieceWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if kind is None and self._failed is not None:  # whoever wrote has swallowed it and reports success
+            self.abandon()
+            raise self._failed
         if kind is None:
             self.close()
         else:
@@ -189,10 +192,41 @@ class RankFiles:
         return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
                          aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/", parent=self)
 
-    def writer(self, name: str) -> PieceWriter:
-        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``."""
-        relative = self._prefix + rank_name(name, self.rank, self.world)
-        path = self._claim(rank_name(name, self.rank, self.world))
+    def private(self) -> str:
+        """A directory in the attempt that no other rank writes into, for a framework that gives its files names of its own.
+        ``take`` makes them files of the checkpoint. Local."""
+        path = os.path.join(self.directory, f".rank-{self.rank:05d}")
+        make_dir(self._files, path)
+        return path
+
+    def take(self, source: str, leave: Container[str] = ()) -> list[str]:
+        """Move every file below ``source``, a directory in ``private``, to its name in the checkpoint and claim it; the names.
+        ``private`` is gone then; files named in ``leave`` are deleted with it. Local.
+
+        A rename and no copy: what the framework wrote is not written again, and who wrote it is known, so that the right host
+        makes it durable (S20).
+        """
+        names = []
+        for name, item in list(walk(self._files, source)):
+            if item.kind == "dir" or name in leave:
+                continue
+            if item.kind != "file":
+                raise OSError(errno.EINVAL, f"a framework left a {item.kind} where a regular file should be",
+                              os.path.join(source, name))
+            self._files.rename(os.path.join(source, name), self._claim(name))
+            names.append(name)
+        private = self.private()
+        for name, item in reversed(list(walk(self._files, private))):
+            remove = self._files.rmdir if item.kind == "dir" else self._files.unlink
+            remove(os.path.join(private, name))
+        self._files.rmdir(private)
+        return names
+
+    def writer(self, name: str, exact: bool = False) -> PieceWriter:
+        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``, or
+        with ``exact`` ``claim``."""
+        own = name if exact else rank_name(name, self.rank, self.world)
+        relative, path = self._prefix + own, self._claim(own)
         before = self._top.bytes_written
 
         def between(size: int) -> None:
@@ -206,6 +240,11 @@ class RankFiles:
     def note(self, key: str, value: Any) -> None:
         """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
         self._top.notes[key] = value
+
+    def beside(self, name: str) -> None:
+        """``name`` of this checkpoint is a tool that is looked for in the root: after the commit it is copied there, unless
+        something of its name stands there. On rank 0."""
+        self.note("beside", [*self._top.notes.get("beside", []), check_member_path(self._prefix + name)])
 
     def stop_if_aborted(self) -> None:
         """Raise when another rank has failed: there is nothing left to write for. Between pieces, not inside collectives."""

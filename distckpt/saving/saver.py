@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt import options
@@ -57,7 +57,7 @@ class Saver:
         with self.saving(series, step, payload, metrics, meta, on_exists, blocked) as (files, part, saved):
             if not files.skipped:
                 assert part is not None
-                part.write(files, self.ranks())
+                part.write(files, replace(self.ranks(), step=check_step(step)))
         return saved
 
     def prepare(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
@@ -163,9 +163,9 @@ def _own(error: BaseException, rank: int) -> BaseException:
         return error
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from distckpt.payloads.dcp import mine
+    from distckpt.payloads.framework import own_failure
 
-    return mine(error, rank) if isinstance(error, CheckpointException) else error
+    return own_failure(error, rank) if isinstance(error, CheckpointException) else error
 
 
 def _log_own(error: Exception, step: int, rank: int) -> None:

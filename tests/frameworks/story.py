@@ -80,8 +80,9 @@ def digest(state: Any) -> str:
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
                 feed(f"{name}.{index}", item)
-        else:
-            found.update(repr(value).encode())
+        else:  # of other objects only what they are: some show their address
+            plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+            found.update((repr(value) if plain else type(value).__name__).encode())
 
     feed("", state)
     return found.hexdigest()

@@ -1,0 +1,32 @@
+"""DeepSpeed's story: ZeRO 0 to 3, sync and in the background, killed at three points, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+
+from tests.frameworks import dsranks
+from tests.frameworks.stage import Stage
+from tests.frameworks.story import Story
+
+pytestmark = pytest.mark.xdist_group("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    found = Stage(*dsranks.LOADED)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_killed_in_a_save_it_goes_on_to_the_same_bits(stage: Stage, tmp_path: Path, zero: int) -> None:
+    story = Story(stage, dsranks.train, tmp_path, extra={"stage": zero}, limit=90)
+    plain = story.plain()
+    for background in (False, True):
+        root = story.whole(plain, background)
+        assert (root / "zero_to_fp32.py").exists() == (zero > 0)
