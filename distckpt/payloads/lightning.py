@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing
+from distckpt.payloads import whole
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcp import _Staged
 from distckpt.payloads.dcpread import METADATA, unpickled
@@ -168,14 +168,7 @@ def _require_whole(path: str) -> None:
         path = os.path.join(path, _REST)
     if not os.path.exists(path):
         raise OSError(errno.ENOENT, "Lightning reported success and wrote nothing", path)
-    with open(path, "rb") as file:
-        if file.read(2) not in (b"PK", b""):
-            return  # a CheckpointIO of the user's, in a format of its own
-    try:
-        with zipfile.ZipFile(path):
-            return  # torch's format ends with the list of what is in it
-    except zipfile.BadZipFile as error:
-        raise OSError(errno.EIO, f"Lightning reported success and the file is cut short ({error})", path) from error
+    whole.check(path)
 
 
 def _require_shards(path: str) -> None:

@@ -95,7 +95,7 @@ FAULTS: dict[str, list[tuple[str, Patch, int, str]]] = {
     "ddp": [
         ("full disk", lambda rank: _io(_full), 0, "the disk is full on rank 0"),
         ("writer raises", lambda rank: _io(_broken), 0, "the writer is broken"),
-        ("short file", lambda rank: _io(_cut), 0, "the file is cut short"),
+        ("short file", lambda rank: _io(_cut), 0, "reported success and the archive is cut off"),
         ("B127", _denied, 0, "Lightning reported success and wrote nothing"),
         ("hook raises", _hook, 1, "the hook is broken"),
     ],
