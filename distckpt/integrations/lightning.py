@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -251,8 +252,6 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self._files = files
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        import torch
-
         if storage_options is not None:
             raise TypeError("DurableCheckpointIO takes no storage_options")
         target = os.path.abspath(os.fspath(path))

@@ -31,7 +31,7 @@ class Started(pl.Callback):
 def train(rank: int, world: int, job: Job) -> Told:
     """The adapter of the story."""
     kind = job.extra.get("kind", "ddp")
-    net = Sharded() if kind == "fsdp2" else Net()
+    net = Sharded() if kind.startswith("fsdp2") else Net()
     torch.manual_seed(100 + rank)
     if not job.root:
         trainer = trainer_of(kind, world, job.steps)

@@ -71,8 +71,9 @@ class Sharded(Net):
 def strategy_of(kind: str, world: int) -> Strategy | str:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
-    if kind == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo")
+    if kind in ("fsdp2", "fsdp2-full"):
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo",
+                                     save_distributed_checkpoint=kind == "fsdp2")
     assert kind == "one"
     return "auto"
 

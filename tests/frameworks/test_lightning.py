@@ -69,6 +69,16 @@ def test_the_story(kind: str, background: bool, tmp_path: Path) -> None:
         assert sums == [value.double().sum().item() for value in stored.values()]
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+def test_a_sharded_strategy_that_gathers_its_state_has_one_file_of_rank_0(background: bool, tmp_path: Path) -> None:
+    root, extra = str(tmp_path / "root"), {"kind": "fsdp2-full"}
+    plain = the_stage().values(2, train, Job(extra=extra))
+    the_stage().values(2, train, Job(root, steps=4, background=background, extra=extra))
+    told = the_stage().values(2, train, Job(root, background=background, extra=extra))
+    assert [t.started for t in told] == [4, 4] and [t.final for t in told] == [t.final for t in plain]
+    assert os.path.isfile(f"{root}/step-6/checkpoint.ckpt")
+
+
 _PROGRAM = """
 import os, sys
 import torch
