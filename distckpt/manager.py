@@ -140,6 +140,11 @@ class CheckpointManager:
         """How many hosts the ranks run on."""
         return len(self._group.leaders)
 
+    @property
+    def stop_signals(self) -> tuple[str, ...]:
+        """Names of the signals that the first ``poll`` takes over, and that later arrive as ``todo.stop``. Local."""
+        return self._background.signals.names
+
     def _journal_stacks(self, stacks: dict[int, str]) -> None:
         assert self._owned is not None
         for rank, text in stacks.items():

@@ -44,6 +44,10 @@ class StopSignals:
         self.raised = ""
         self.untouched = True
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
     def install(self) -> None:
         """Take the signals over; whoever handled them before is called as well. From the main thread only."""
         self.untouched = False

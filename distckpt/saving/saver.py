@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -109,6 +110,7 @@ class Saver:
             except BaseException as error:
                 if os.getpid() != pid:
                     raise  # a child that was forked inside the block leaves it as well, and never speaks for its parent
+                error = _own(error, self._group.rank)
                 if isinstance(error, Exception):  # reported to all ranks, and raised again as the cause of the SaveError
                     _log_own(error, request.step, self._group.rank)
                     work.finish(files, error)
@@ -153,6 +155,17 @@ def _shown(step: object) -> int | None:
         return check_step(step)
     except ConfigError:
         return None
+
+
+def _own(error: BaseException, rank: int) -> BaseException:
+    """DCP raises one error on every rank alike, and no Exception: this rank's part in it, PeerFailed where it has none."""
+    if "torch.distributed.checkpoint.api" not in sys.modules:
+        return error
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from distckpt.payloads.framework import own_failure
+
+    return own_failure(error, rank) if isinstance(error, CheckpointException) else error
 
 
 def _log_own(error: Exception, step: int, rank: int) -> None:

@@ -213,8 +213,11 @@ def _walk(value: Any, on_tensor: OnTensor, name: str, deep: bool = True) -> Any:
     if isinstance(value, torch.Tensor):
         return on_tensor(name, value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _walk(item, on_tensor, f"{name}.{key}" if name else str(key), deep))
-                           for key, item in value.items())
+        found = type(value)((key, _walk(item, on_tensor, f"{name}.{key}" if name else str(key), deep))
+                            for key, item in value.items())
+        if type(value) is OrderedDict:  # a module's state dict carries the versions of its parts there (_metadata)
+            vars(found).update(_copy.deepcopy(vars(value)))
+        return found
     if type(value) in (list, tuple):
         return type(value)(_walk(item, on_tensor, f"{name}[{index}]", deep) for index, item in enumerate(value))
     return _copy.deepcopy(value) if deep else value

@@ -115,10 +115,16 @@ def test_the_block_in_deepspeeds_configuration(stage: Stage, tmp_path: Path) -> 
         assert len(texts) == len(wanted) and all(w in text for w, text in zip(wanted, texts, strict=True)), texts
 
 
+def test_other_settings_of_an_engine(stage: Stage, tmp_path: Path) -> None:
+    for good in stage.values(2, dscases.variants, str(tmp_path)):
+        assert good == list(dscases.VARIANTS)
+
+
 def test_a_pipeline_of_two_stages(stage: Stage, tmp_path: Path) -> None:
     for names in stage.values(2, dscases.pipeline, str(tmp_path / "root")):
-        assert names == [*(f"layer_0{n}-model_states.pt" for n in range(4)), "mp_rank_00_model_states.pt",
-                         "mp_rank_01_model_states.pt"], names
+        assert names == [*(f"layer_0{n}-model_states.pt" for n in range(4)),
+                         *(f"mp_rank_0{stage}_model_states.pt" for stage in (0, 1)),
+                         *(f"zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt" for stage in (0, 1))], names
 
 
 def test_experts_on_two_ranks(stage: Stage, tmp_path: Path) -> None:

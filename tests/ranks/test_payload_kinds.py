@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import random
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import distckpt
 from distckpt import DCP, Member, Shards, TrainState
-from distckpt.errors import IntegrityError, RankDisagreement, SaveError, WorldMismatch
+from distckpt.errors import DiskFull, IntegrityError, RankDisagreement, SaveError, WorldMismatch
 from tests.harness import run, values
 
 KINDS = ["fsdp2", "fsdp1", "ddp", "plain"]
@@ -236,3 +237,25 @@ def test_a_per_rank_member_without_a_rule_is_a_world_mismatch_on_every_rank(tmp_
     values(run(2, _no_rule, root))
     for saved, now, text in values(run(3, _no_rule, root)):
         assert (saved, now) == (2, 3) and "'loader'" in text and "on_world_change" in text
+
+
+def _dcp_in_a_block(rank: int, world: int, root: str) -> Any:
+    write = dcp.FileSystemWriter.write_data
+
+    def full(self: Any, plan: Any, planner: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, plan, planner)
+
+    with distckpt.CheckpointManager(root) as manager:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(DiskFull) as caught, manager.saving(1) as files:
+            patch.setattr(dcp.FileSystemWriter, "write_data", full)
+            dcp.save({"a": torch.ones(3)}, checkpoint_id=files.path)
+        with manager.saving(2) as files:
+            dcp.save({"a": torch.ones(3)}, checkpoint_id=files.path)
+        return caught.value.outcome, sorted(caught.value.failures), manager.all_steps()
+
+
+def test_an_error_of_dcp_in_a_block_of_saving_is_a_save_error_that_blames_its_rank_alone(tmp_path: Path) -> None:
+    """DCP raises on every rank alike, and what it raises is no Exception: ``except SaveError`` would have missed it."""
+    assert values(run(2, _dcp_in_a_block, str(tmp_path / "root"))) == [("aborted", [1], [2])] * 2

@@ -72,6 +72,14 @@ def test_every_kind_of_number_is_copied_bit_for_bit(dtype: torch.dtype, count: i
     assert staged.untyped_storage().nbytes() == kept.nbytes
 
 
+def test_a_modules_state_dict_keeps_the_versions_of_its_parts() -> None:
+    """torch goes by them when it loads an older state: without them a BatchNorm of today is taken for one of 2018."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    staged = staging.copy({"model": state}, Arena(pin=False), SYSTEM)["model"]
+    assert staged._metadata == state._metadata and staged._metadata is not state._metadata
+
+
+
 def test_memory_is_made_once_and_used_again() -> None:
     arena = Arena()
     first = staging.copy({"x": torch.ones(1000)}, arena, SYSTEM)["x"].data_ptr()
