@@ -44,12 +44,21 @@ def fsdp_on_cpu(kind: str) -> Any:
 def prepared(rank: int, kind: str = "ddp", **options: Any) -> tuple[Any, Any, Any, Any]:
     from accelerate import Accelerator
 
-    if kind.startswith("fsdp"):
+    if kind == "deepspeed":
+        from accelerate.state import PartialState
+        from accelerate.utils import DeepSpeedPlugin
+
+        PartialState(cpu=True, backend="gloo")  # as TrainingArguments does; with cpu=True Accelerate passes the plugin over
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config={
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})
+    elif kind.startswith("fsdp"):
         options["fsdp_plugin"] = fsdp_on_cpu("FULL_STATE_DICT" if kind == "fsdp-full" else "SHARDED_STATE_DICT")
     else:
         options["cpu"] = True
     accelerator = Accelerator(**options)
-    assert str(accelerator.distributed_type).endswith(("FSDP",) if kind.startswith("fsdp") else ("MULTI_CPU", "NO"))
+    wanted = {"fsdp2": ("FSDP",), "fsdp-full": ("FSDP",), "deepspeed": ("DEEPSPEED",)}.get(kind, ("MULTI_CPU", "NO"))
+    assert str(accelerator.distributed_type).endswith(wanted), accelerator.distributed_type
     torch.manual_seed(7)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -71,6 +80,8 @@ def train(rank: int, world: int, job: Job) -> Told:
         scheduler.step()
 
     def end(started: int) -> Told:
+        if hasattr(model, "save_checkpoint"):
+            assert model.zero_optimization_stage() == 2
         state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
         return Told(started, digest([state, scheduler.state_dict(), torch.get_rng_state()]))
 

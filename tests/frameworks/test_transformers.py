@@ -66,10 +66,11 @@ def train(rank: int, world: int, job: Job) -> Told:
     if not job.root:
         from transformers import Trainer
 
-        plain = Trainer(model=tiny(), args=arguments(os.devnull + "-none", save_strategy="no"), train_dataset=examples())
+        args = arguments(os.devnull + "-none", save_strategy="no", **job.extra.get("arguments", {}))
+        plain = Trainer(model=tiny(), args=args, train_dataset=examples())
         plain.train()
         return Told(0, digest([plain.model.state_dict(), torch.get_rng_state()]))
-    trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last)
+    trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last, **job.extra.get("arguments", {}))
     trainer.train(resume_from_checkpoint="auto")
     return Told(trainer._initial_global_step, digest([trainer.model.state_dict(), torch.get_rng_state()]))
 
