@@ -16,7 +16,7 @@ import torch
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
 from tests.frameworks.hftools import Save, broken, full, hashes, lost, saving, short, without_us
 from tests.frameworks.stage import Stage
-from tests.frameworks.story import Job, Story, Told, digest
+from tests.frameworks.story import KILLS, Job, Story, Told, digest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -62,6 +62,11 @@ def made(root: str, job: Job, **options: Any) -> Any:
     return MyTrainer(model=tiny(), args=arguments(root, **options), train_dataset=examples(), eval_dataset=examples(4))
 
 
+def final(model: torch.nn.Module) -> str:
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+    return digest([state, torch.get_rng_state()])
+
+
 def train(rank: int, world: int, job: Job) -> Told:
     if not job.root:
         from transformers import Trainer
@@ -69,10 +74,36 @@ def train(rank: int, world: int, job: Job) -> Told:
         args = arguments(os.devnull + "-none", save_strategy="no", **job.extra.get("arguments", {}))
         plain = Trainer(model=tiny(), args=args, train_dataset=examples())
         plain.train()
-        return Told(0, digest([plain.model.state_dict(), torch.get_rng_state()]))
+        return Told(0, final(plain.model))
     trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last, **job.extra.get("arguments", {}))
     trainer.train(resume_from_checkpoint="auto")
-    return Told(trainer._initial_global_step, digest([trainer.model.state_dict(), torch.get_rng_state()]))
+    return Told(trainer._initial_global_step, final(trainer.model))
+
+
+def fsdp(rank: int, world: int, job: Job) -> Told:
+    """As ``train``; Trainer believes that there is an accelerator, without which it passes FSDP over."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    real = PartialState.__init__
+
+    def made_up(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = made_up
+    return train(rank, world, job)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
+    options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    story = Story(stage, fsdp, tmp_path, naming="checkpoint-{step}", extra={"arguments": options})
+    plain = story.plain()
+    for background in (False, True):
+        root = story.saved(plain, background)
+        assert (root / "checkpoint-6" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
+        story.killed(plain, *KILLS[background][int(background)], background)
 
 
 @pytest.mark.xdist_group("transformers")
