@@ -103,7 +103,7 @@ def train(rank: int, world: int, job: Job) -> Told:
 
 @pytest.mark.xdist_group("accelerate")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
-def test_story(stage: Stage, tmp_path: Path, background: bool) -> None:
+def test_B42_story(stage: Stage, tmp_path: Path, background: bool) -> None:
     for kind in ("ddp", "fsdp2"):
         story = Story(stage, train, tmp_path / kind, extra={"kind": kind})
         plain = story.plain()
@@ -173,7 +173,8 @@ def test_B133_what_goes_wrong_in_accelerates_writer_on_one_rank_ends_the_save_on
 
 
 def stranded(rank: int, world: int, root: str) -> None:
-    """FULL_STATE_DICT: rank 0 writes the model by torch.save, and then all gather the optimizer."""
+    """FULL_STATE_DICT: rank 0 writes the model by torch.save, and then all gather the optimizer. And an Accelerator as the model
+    of a TrainState."""
     from distckpt.integrations.accelerate import Checkpointing
 
     accelerator, model, _, _ = prepared(rank, "fsdp-full")
@@ -184,6 +185,18 @@ def stranded(rank: int, world: int, root: str) -> None:
         assert list(told.value.failures) == [0]
         checkpoints.save(2)
         assert manager.all_steps() == [2]
+        progress = {"epoch": 3}
+        state = distckpt.TrainState(model=accelerator, progress=progress)
+        for step, background in ((3, False), (4, True)):
+            manager.save(step, state, background=background)
+            manager.wait()
+            before = digest([parameter.full_tensor() for parameter in model.parameters()])
+            progress["epoch"] = 0
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            assert manager.restore(state) == step and progress == {"epoch": 3}
+            assert digest([parameter.full_tensor() for parameter in model.parameters()]) == before
 
 
 @pytest.mark.xdist_group("accelerate")

@@ -45,7 +45,7 @@ def test_accelerate_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("hf-deepspeed")
-def test_trainer_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
+def test_B31_trainer_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
     story = Story(stage, test_transformers.train, tmp_path, naming="checkpoint-{step}", extra={"arguments": {"deepspeed": ZERO2}})
     plain = story.plain()
     for background in (False, True):

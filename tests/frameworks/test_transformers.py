@@ -96,7 +96,7 @@ def fsdp(rank: int, world: int, job: Job) -> Told:
 
 
 @pytest.mark.xdist_group("transformers")
-def test_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
+def test_B32_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
     options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     story = Story(stage, fsdp, tmp_path, naming="checkpoint-{step}", extra={"arguments": options})
     plain = story.plain()
@@ -107,7 +107,7 @@ def test_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("transformers")
-def test_story(stage: Stage, tmp_path: Path) -> None:
+def test_B32_story(stage: Stage, tmp_path: Path) -> None:
     story = Story(stage, train, tmp_path, naming="checkpoint-{step}")
     plain = story.plain()
     for background in (False, True):
@@ -214,6 +214,11 @@ def world_changes(rank: int, world: int, root: str) -> None:
     assert trainer.state.global_step == 7
 
 
+def anew(rank: int, world: int, root: str) -> None:
+    """Another run in the same directory: what it saves is new, though its steps are low."""
+    made(root, Job(), save_steps=1, max_steps=2, save_total_limit=2).train()
+
+
 @pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("limit", [1, 3])
 def test_B70_B71_B76_B77_the_best_and_the_last_stay_and_the_limit_counts_both(stage: Stage, tmp_path: Path, limit: int) -> None:
@@ -224,7 +229,10 @@ def test_B70_B71_B76_B77_the_best_and_the_last_stay_and_the_limit_counts_both(st
     assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-old"]
     os.utime(root / "checkpoint-6", (0, 0))
     assert stage.values(2, theirs, str(root / "checkpoint-6")) == [told["last"]] * 2
-    if limit == 1:
+    if limit == 3:
+        stage.values(1, anew, str(root))
+        assert sorted(p.name for p in root.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-old"]
+    else:
         stage.values(1, world_changes, str(root))
         assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-7", "checkpoint-old"]
 
