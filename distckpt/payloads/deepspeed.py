@@ -134,6 +134,9 @@ class DeepSpeed:
         if engine.load_universal_checkpoint():
             raise ConfigError("'checkpoint.load_universal' is set: a converted checkpoint is none of this root's; load it by "
                               "engine.load_checkpoint(directory of the conversion), and restore without that setting afterwards")
+        if self._load_options.get("load_optimizer_states") is False and engine.zero_optimization_partition_weights():
+            raise ConfigError("with load_optimizer_states=False, ZeRO-3 takes the weights from what 'latest' names, "
+                              "whichever was asked for (DeepSpeed issue 8499): load the optimizer's state as well")
         if checkpoint.world != ranks.world and _is_spread(engine):
             raise WorldMismatch(
                 f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not "
