@@ -43,14 +43,14 @@ def engine(stage: int = 2, model: torch.nn.Module | None = None, **more: Any) ->
     return made
 
 
-def step(made: Any) -> None:
+def step(made: Any, kind: torch.dtype = torch.float32) -> None:
     """One optimizer step: two micro steps."""
     for _ in range(made.gradient_accumulation_steps()):
-        micro(made)
+        micro(made, kind)
 
 
-def micro(made: Any) -> None:
-    made.backward(made(torch.randn(MICRO, WIDTH)).square().mean())
+def micro(made: Any, kind: torch.dtype = torch.float32) -> None:
+    made.backward(made(torch.randn(MICRO, WIDTH, dtype=kind)).float().square().mean())
     made.step()
 
 
