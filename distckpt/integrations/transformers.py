@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS
@@ -20,6 +21,7 @@ from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.layout import HOME, Naming
 from distckpt.leases import Lease
 from distckpt.manager import CheckpointManager
+from distckpt.payloads.deepspeed import writing_late
 from distckpt.payloads.framework import FrameworkFiles, Held
 from distckpt.reader import open_root
 from distckpt.retention import KeepAll, KeepTotal, Policy
@@ -174,7 +176,8 @@ class CrashSafe(Trainer):  # type: ignore[misc]
             self._into, self._held, self._unpushed = directory, held, False
             best_path = self.state.best_model_checkpoint
             try:
-                super(CrashSafe, self)._save_checkpoint(model, trial)
+                with writing_late(self.model_wrapped, held) if self.is_deepspeed_enabled else nullcontext():
+                    super(CrashSafe, self)._save_checkpoint(model, trial)
             finally:
                 self._into = self._held = None
             if self.state.best_model_checkpoint != best_path:  # it looked where it was writing

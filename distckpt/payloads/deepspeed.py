@@ -3,7 +3,7 @@
 Which files there are, their names and what stands in them is DeepSpeed's. During ``engine.save_checkpoint`` nothing is
 written: what its checkpoint engine is asked to save is noted, and written when the call has returned. So no error of one
 rank's disk strands the others in the barriers of that call, and no rank waits for a slow disk on the training's process
-group, whose watchdog would end the job (FIELD_CASES B19, B103). DeepSpeed itself is not imported here: an engine is enough.
+group, whose watchdog would end the job (FIELD_CASES B19, B103). DeepSpeed itself is not imported with this: an engine is enough.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, ResumeError, WorldMismatch
 from distckpt.payloads import torchfile, whole
 from distckpt.payloads.base import Payload, Ranks
-from distckpt.payloads.framework import all_or_none
+from distckpt.payloads.framework import Held, all_or_none
 from distckpt.payloads.live import Live
 from distckpt.saving.files import RankFiles
 from distckpt.saving.staging import tensors_of
@@ -134,6 +135,9 @@ class DeepSpeed:
         if engine.load_universal_checkpoint():
             raise ConfigError("'checkpoint.load_universal' is set: a converted checkpoint is none of this root's; load it by "
                               "engine.load_checkpoint(directory of the conversion), and restore without that setting afterwards")
+        if self._load_options.get("load_optimizer_states") is False and engine.zero_optimization_partition_weights():
+            raise ConfigError("with load_optimizer_states=False, ZeRO-3 takes the weights from what 'latest' names, "
+                              "whichever was asked for (DeepSpeed issue 8499): load the optimizer's state as well")
         if checkpoint.world != ranks.world and _is_spread(engine):
             raise WorldMismatch(
                 f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not "
@@ -163,7 +167,7 @@ class _Staged:
         for name, state in self._tree["files"].items():
             _write(self._engine.checkpoint_engine, state, files, name)
         if self._tree["scripts"]:
-            _drop_scripts(self._engine, files, files.directory)
+            _drop_scripts(files, os.path.dirname(files.directory))
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         raise ConfigError("a staged copy is written, not loaded into")
@@ -191,7 +195,7 @@ def claiming(engine: Any, files: RankFiles) -> Iterator[None]:
             for path, state in record.states:
                 _write(engine.checkpoint_engine, state, files, _inside(files, path))
             for directory in record.scripts:
-                _drop_scripts(engine, files, directory)
+                _drop_scripts(files, directory)
             if save_latest and engine.global_rank == 0 and _is_inside(files, save_dir):
                 with files.writer(_inside(files, os.path.join(save_dir, "latest")), exact=True) as out:
                     out.write(str(f"global_step{engine.global_steps}" if tag is None else tag).encode())
@@ -210,6 +214,36 @@ def claiming(engine: Any, files: RankFiles) -> Iterator[None]:
         del engine.save_checkpoint
     if failed:
         raise failed[0]
+
+
+@contextmanager
+def writing_late(engine: Any, held: Held) -> Iterator[None]:
+    """Inside, ``engine.save_checkpoint`` writes where it is told, but only when its own barriers are over; an error of this
+    rank's files is ``held``. For frameworks that call the engine in a directory of this rank's own."""
+    real = engine.save_checkpoint
+
+    @wraps(real)
+    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **more: Any) -> Any:
+        with _recording(engine, engine.checkpoint_engine.preserves_storage_sharing()) as record:
+            done = real(save_dir, tag=tag, client_state=client_state or {}, save_latest=False, **more)
+        held.run(write, record, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag), save_latest)
+        return done
+
+    def write(record: _Recorder, save_dir: str, tag: str, save_latest: bool) -> None:
+        for path, state in record.states:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            engine.checkpoint_engine.save(state, path)
+        for directory in record.scripts:
+            engine._copy_recovery_script(directory)
+        if save_latest and engine.global_rank == 0:
+            with open(os.path.join(save_dir, "latest"), "w") as out:
+                out.write(tag)
+
+    engine.save_checkpoint = save_checkpoint
+    try:
+        yield
+    finally:
+        del engine.save_checkpoint
 
 
 class _Recorder:
@@ -282,15 +316,20 @@ def _write(writer: Any, state: Any, files: RankFiles, name: str) -> None:
     whole.check(path)
 
 
-def _drop_scripts(engine: Any, files: RankFiles, directory: str) -> None:
+def _drop_scripts(files: RankFiles, directory: str) -> None:
     """The scripts that DeepSpeed drops beside a tag's directory: into the checkpoint and, once, into the root."""
-    target = directory if _is_inside(files, directory) else files.directory
-    engine._copy_recovery_script(target)
+    import deepspeed  # an engine is there, so it is loaded
+
+    nested = _is_inside(files, directory)
     for name in _SCRIPTS:
-        if os.path.exists(os.path.join(target, name)):
-            files.claim(_inside(files, os.path.join(target, name)))
-            if target != directory:
-                files.beside(name)
+        source = os.path.join(os.path.dirname(deepspeed.__file__), "utils", name)
+        if not os.path.exists(source):
+            continue
+        with open(source, "rb") as script, \
+                files.writer(_inside(files, os.path.join(directory, name)) if nested else name, exact=True) as out:
+            out.write(script.read())
+        if not nested:
+            files.beside(name)
 
 
 def _is_inside(files: RankFiles, path: str) -> bool:

@@ -52,6 +52,10 @@ def payload(kind: str, number: int, rank: int) -> Any:
     state = state_of(number, rank)
     if kind == "shards":
         return {"here": distckpt.Shards(state), "there": distckpt.Shards({"w": state["w"]}, format="safetensors")}
+    if kind == "deepspeed":
+        from scripts.proof import l1_deepspeed
+
+        return l1_deepspeed.payload(number, rank)
     if kind == "dcp":
         return distckpt.DCP(state={f"w{rank}": state["w"], "both": torch.full((200,), float(number))})
     return state
@@ -123,8 +127,13 @@ def main() -> None:
     os.environ.update({"MASTER_ADDR": "127.0.0.1"})
     with suppress(KeyError):
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    for scenario in json.loads(Path(sys.argv[1]).read_text()):
-        run(Scenario.of(scenario))
+    scenarios = [Scenario.of(one) for one in json.loads(Path(sys.argv[1]).read_text())]
+    if any(save.payload == "deepspeed" for one in scenarios for save in one.saves):
+        from scripts.proof import l1_deepspeed
+
+        l1_deepspeed.load()
+    for one in scenarios:
+        run(one)
 
 
 if __name__ == "__main__":

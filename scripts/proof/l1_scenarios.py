@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Save:
-    """``payload``: "members", "shards", "dcp" or "plug" (somebody else's writer). ``fails``: the rank whose writer raises."""
+    """``payload``: "members", "shards", "dcp", "deepspeed" (ZeRO-2; its rank 1 is slow) or "plug" (somebody else's writer).
+    ``fails``: the rank whose writer raises."""
 
     step: int
     payload: str = "members"
@@ -69,6 +71,8 @@ CHOSEN: tuple[Scenario, ...] = (
     Scenario("", 2, 3, (Phase((*_line(1, 2), Save(3, "plug", fails=1), *_line(3, 4, 5))),)),
     Scenario("", 4, 1, (Phase(_line(1, 2, background=True), kill=(2, 9)), Phase(_line(3, 4, payload="dcp")))),
     Scenario("", 2, 2, (Phase(_line(1, 2, 3), kill=(0, 55)), Phase(_line(4), kill=(0, 30)), Phase(_line(5, 6)))),
+    *([Scenario("", 2, 2, (Phase((*_line(1, 2, payload="deepspeed"), *_line(3, payload="deepspeed", background=True))),))]
+      if find_spec("deepspeed") else []),
 )
 
 

@@ -107,6 +107,13 @@ def restores(rank: int, world: int, root: str, zero: int, wanted: int | None) ->
     """By distckpt: the newest, or an earlier step while ``latest`` names another (FIELD_CASES B27)."""
     made, client = engine(zero), {"epoch": 0}
     with distckpt.CheckpointManager(root) as manager:
+        if zero == 3:
+            try:
+                manager.restore(DeepSpeed(made, load_options={"load_optimizer_states": False}))
+            except ConfigError as error:
+                assert "8499" in str(error), error
+            else:
+                raise AssertionError("loaded, and from where?")
         found = manager.restore(DeepSpeed(made, client_state=client), step=wanted)
     assert made.global_steps == found
     return found, final(made), client

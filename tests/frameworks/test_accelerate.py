@@ -44,12 +44,21 @@ def fsdp_on_cpu(kind: str) -> Any:
 def prepared(rank: int, kind: str = "ddp", **options: Any) -> tuple[Any, Any, Any, Any]:
     from accelerate import Accelerator
 
-    if kind.startswith("fsdp"):
+    if kind == "deepspeed":
+        from accelerate.state import PartialState
+        from accelerate.utils import DeepSpeedPlugin
+
+        PartialState(cpu=True, backend="gloo")  # as TrainingArguments does; with cpu=True Accelerate passes the plugin over
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config={
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})
+    elif kind.startswith("fsdp"):
         options["fsdp_plugin"] = fsdp_on_cpu("FULL_STATE_DICT" if kind == "fsdp-full" else "SHARDED_STATE_DICT")
     else:
         options["cpu"] = True
     accelerator = Accelerator(**options)
-    assert str(accelerator.distributed_type).endswith(("FSDP",) if kind.startswith("fsdp") else ("MULTI_CPU", "NO"))
+    wanted = {"fsdp2": ("FSDP",), "fsdp-full": ("FSDP",), "deepspeed": ("DEEPSPEED",)}.get(kind, ("MULTI_CPU", "NO"))
+    assert str(accelerator.distributed_type).endswith(wanted), accelerator.distributed_type
     torch.manual_seed(7)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -71,6 +80,8 @@ def train(rank: int, world: int, job: Job) -> Told:
         scheduler.step()
 
     def end(started: int) -> Told:
+        if hasattr(model, "save_checkpoint"):
+            assert model.zero_optimization_stage() == 2
         state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
         return Told(started, digest([state, scheduler.state_dict(), torch.get_rng_state()]))
 
@@ -92,7 +103,7 @@ def train(rank: int, world: int, job: Job) -> Told:
 
 @pytest.mark.xdist_group("accelerate")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
-def test_story(stage: Stage, tmp_path: Path, background: bool) -> None:
+def test_B42_story(stage: Stage, tmp_path: Path, background: bool) -> None:
     for kind in ("ddp", "fsdp2"):
         story = Story(stage, train, tmp_path / kind, extra={"kind": kind})
         plain = story.plain()
@@ -162,7 +173,8 @@ def test_B133_what_goes_wrong_in_accelerates_writer_on_one_rank_ends_the_save_on
 
 
 def stranded(rank: int, world: int, root: str) -> None:
-    """FULL_STATE_DICT: rank 0 writes the model by torch.save, and then all gather the optimizer."""
+    """FULL_STATE_DICT: rank 0 writes the model by torch.save, and then all gather the optimizer. And an Accelerator as the model
+    of a TrainState."""
     from distckpt.integrations.accelerate import Checkpointing
 
     accelerator, model, _, _ = prepared(rank, "fsdp-full")
@@ -173,6 +185,18 @@ def stranded(rank: int, world: int, root: str) -> None:
         assert list(told.value.failures) == [0]
         checkpoints.save(2)
         assert manager.all_steps() == [2]
+        progress = {"epoch": 3}
+        state = distckpt.TrainState(model=accelerator, progress=progress)
+        for step, background in ((3, False), (4, True)):
+            manager.save(step, state, background=background)
+            manager.wait()
+            before = digest([parameter.full_tensor() for parameter in model.parameters()])
+            progress["epoch"] = 0
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            assert manager.restore(state) == step and progress == {"epoch": 3}
+            assert digest([parameter.full_tensor() for parameter in model.parameters()]) == before
 
 
 @pytest.mark.xdist_group("accelerate")

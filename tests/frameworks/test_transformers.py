@@ -16,7 +16,7 @@ import torch
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
 from tests.frameworks.hftools import Save, broken, full, hashes, lost, saving, short, without_us
 from tests.frameworks.stage import Stage
-from tests.frameworks.story import Job, Story, Told, digest
+from tests.frameworks.story import KILLS, Job, Story, Told, digest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -62,20 +62,52 @@ def made(root: str, job: Job, **options: Any) -> Any:
     return MyTrainer(model=tiny(), args=arguments(root, **options), train_dataset=examples(), eval_dataset=examples(4))
 
 
+def final(model: torch.nn.Module) -> str:
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+    return digest([state, torch.get_rng_state()])
+
+
 def train(rank: int, world: int, job: Job) -> Told:
     if not job.root:
         from transformers import Trainer
 
-        plain = Trainer(model=tiny(), args=arguments(os.devnull + "-none", save_strategy="no"), train_dataset=examples())
+        args = arguments(os.devnull + "-none", save_strategy="no", **job.extra.get("arguments", {}))
+        plain = Trainer(model=tiny(), args=args, train_dataset=examples())
         plain.train()
-        return Told(0, digest([plain.model.state_dict(), torch.get_rng_state()]))
-    trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last)
+        return Told(0, final(plain.model))
+    trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last, **job.extra.get("arguments", {}))
     trainer.train(resume_from_checkpoint="auto")
-    return Told(trainer._initial_global_step, digest([trainer.model.state_dict(), torch.get_rng_state()]))
+    return Told(trainer._initial_global_step, final(trainer.model))
+
+
+def fsdp(rank: int, world: int, job: Job) -> Told:
+    """As ``train``; Trainer believes that there is an accelerator, without which it passes FSDP over."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    real = PartialState.__init__
+
+    def made_up(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = made_up
+    return train(rank, world, job)
 
 
 @pytest.mark.xdist_group("transformers")
-def test_story(stage: Stage, tmp_path: Path) -> None:
+def test_B32_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
+    options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    story = Story(stage, fsdp, tmp_path, naming="checkpoint-{step}", extra={"arguments": options})
+    plain = story.plain()
+    for background in (False, True):
+        root = story.saved(plain, background)
+        assert (root / "checkpoint-6" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
+        story.killed(plain, *KILLS[background][int(background)], background)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B32_story(stage: Stage, tmp_path: Path) -> None:
     story = Story(stage, train, tmp_path, naming="checkpoint-{step}")
     plain = story.plain()
     for background in (False, True):
@@ -182,6 +214,17 @@ def world_changes(rank: int, world: int, root: str) -> None:
     assert trainer.state.global_step == 7
 
 
+def anew(rank: int, world: int, root: str) -> None:
+    """Another run in the same directory: what it saves is new, though its steps are low."""
+    made(root, Job(), save_steps=1, max_steps=2, save_total_limit=2).train()
+    assert sorted(p.name for p in Path(root).glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-old"]
+    made(root, Job(), save_steps=1, max_steps=3, save_total_limit=2, save_only_model=True).train(resume_from_checkpoint=True)
+    assert not Path(root, "checkpoint-3", "optimizer.pt").exists()
+    last = made(root, Job(), save_steps=1, max_steps=4, save_total_limit=2)
+    last.train(resume_from_checkpoint=f"{root}/checkpoint-3")
+    assert (last._initial_global_step, last.state.global_step) == (3, 4)
+
+
 @pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("limit", [1, 3])
 def test_B70_B71_B76_B77_the_best_and_the_last_stay_and_the_limit_counts_both(stage: Stage, tmp_path: Path, limit: int) -> None:
@@ -192,7 +235,9 @@ def test_B70_B71_B76_B77_the_best_and_the_last_stay_and_the_limit_counts_both(st
     assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-old"]
     os.utime(root / "checkpoint-6", (0, 0))
     assert stage.values(2, theirs, str(root / "checkpoint-6")) == [told["last"]] * 2
-    if limit == 1:
+    if limit == 3:
+        stage.values(1, anew, str(root))
+    else:
         stage.values(1, world_changes, str(root))
         assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-7", "checkpoint-old"]
 
