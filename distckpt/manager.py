@@ -144,6 +144,11 @@ class CheckpointManager:
     def world(self) -> int:
         return self._group.world
 
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ranks run on."""
+        return len(self._group.leaders)
+
     def _journal_stacks(self, stacks: dict[int, str]) -> None:
         assert self._owned is not None
         for rank, text in stacks.items():

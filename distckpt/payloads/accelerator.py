@@ -6,12 +6,14 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from distckpt import options
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.payloads.base import Ranks
+from distckpt.payloads.deepspeed import writing_late
 from distckpt.payloads.framework import FrameworkFiles, Held, all_or_none
 from distckpt.payloads.rng import Rng
 
@@ -63,7 +65,11 @@ class AcceleratorState(FrameworkFiles):
                               "would not go on as it was; save when accelerator.sync_gradients is true")
 
     def _save(self, directory: str, held: Held) -> None:
-        self._accelerator.save_state(directory, **self._save_options)
+        with ExitStack() as late:
+            for model in self._accelerator._models:
+                if hasattr(model, "save_checkpoint"):  # a DeepSpeed engine
+                    late.enter_context(writing_late(model, held))
+            self._accelerator.save_state(directory, **self._save_options)
 
     def _restore(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         same = checkpoint.world == ranks.world

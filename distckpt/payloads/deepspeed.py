@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, ResumeError, WorldMismatch
 from distckpt.payloads import torchfile, whole
 from distckpt.payloads.base import Payload, Ranks
-from distckpt.payloads.framework import all_or_none
+from distckpt.payloads.framework import Held, all_or_none
 from distckpt.payloads.live import Live
 from distckpt.saving.files import RankFiles
 from distckpt.saving.staging import tensors_of
@@ -213,6 +214,36 @@ def claiming(engine: Any, files: RankFiles) -> Iterator[None]:
         del engine.save_checkpoint
     if failed:
         raise failed[0]
+
+
+@contextmanager
+def writing_late(engine: Any, held: Held) -> Iterator[None]:
+    """Inside, ``engine.save_checkpoint`` writes where it is told, but only when its own barriers are over; an error of this
+    rank's files is ``held``. For frameworks that call the engine in a directory of this rank's own."""
+    real = engine.save_checkpoint
+
+    @wraps(real)
+    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **more: Any) -> Any:
+        with _recording(engine, engine.checkpoint_engine.preserves_storage_sharing()) as record:
+            done = real(save_dir, tag=tag, client_state=client_state or {}, save_latest=False, **more)
+        held.run(write, record, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag), save_latest)
+        return done
+
+    def write(record: _Recorder, save_dir: str, tag: str, save_latest: bool) -> None:
+        for path, state in record.states:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            engine.checkpoint_engine.save(state, path)
+        for directory in record.scripts:
+            engine._copy_recovery_script(directory)
+        if save_latest and engine.global_rank == 0:
+            with open(os.path.join(save_dir, "latest"), "w") as out:
+                out.write(tag)
+
+    engine.save_checkpoint = save_checkpoint
+    try:
+        yield
+    finally:
+        del engine.save_checkpoint
 
 
 class _Recorder:

@@ -18,7 +18,7 @@ from distckpt.payloads.base import Payload
 
 _ENGINES: dict[tuple[str, str], tuple[str, str]] = {
     ("deepspeed", "DeepSpeedEngine"): ("distckpt.payloads.deepspeed", "DeepSpeed"),
-    ("accelerate", "Accelerator"): ("distckpt.payloads.accelerate", "Accelerate"),
+    ("accelerate", "Accelerator"): ("distckpt.payloads.accelerator", "AcceleratorState"),
 }
 """(package, class), a base class included, to (module, payload), which is made of the object alone."""
 

@@ -31,9 +31,13 @@ class Scratch:
     def __init__(self, where: str) -> None:
         self.where = where
         _sweep(where)
-        self._top = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=where)
-        self._lock = open(os.path.join(self._top, _LOCK), "wb")  # noqa: SIM115 - held until the directory is gone
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            self._top = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=where)
+            self._lock = open(os.path.join(self._top, _LOCK), "wb")  # noqa: SIM115 - held until the directory is gone
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.path.exists(self._lock.name):
+                break
+            self._lock.close()  # swept by another rank in the moment before it was locked
         self.path = os.path.join(self._top, "files")
         os.mkdir(self.path)
         self.files: dict[str, BinaryIO] = {}

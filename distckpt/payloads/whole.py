@@ -30,7 +30,7 @@ def _problem(path: str) -> str | None:
         return None if os.path.basename(path) == "__init__.py" else "wrote nothing into this file"
     with open(path, "rb") as file:
         head = file.read(8)
-    if head.startswith(_ZIP):
+    if head.startswith(_ZIP) or _ZIP.startswith(head):
         return _zip_problem(path)
     if path.endswith(".safetensors"):
         return _safetensors_problem(path, head, size)

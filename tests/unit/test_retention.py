@@ -16,6 +16,7 @@ from distckpt.retention import (
     KeepBest,
     KeepEvery,
     KeepLast,
+    KeepTotal,
     Policy,
     Record,
     from_limits,
@@ -161,3 +162,19 @@ def test_a_negative_limit_says_what_to_write_instead() -> None:
 def test_a_spec_that_is_not_known_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError):
         parse(spec)
+
+
+def test_B77_a_limit_in_all_counts_the_best_and_keeps_it_and_the_newest() -> None:
+    """Transformers' save_total_limit: at 3, the best and the last two; at 1, both the best and the last."""
+    records = [Record(f"a{s}", s, s, metrics={"best_step": best}) for s, best in [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]]
+    for count, stays in {1: {2, 5}, 2: {2, 5}, 3: {2, 4, 5}, 9: {1, 2, 3, 4, 5}}.items():
+        assert set(KeepTotal(count)(records)) == {f"a{s}" for s in stays}, count
+    newest_best = [*records, Record("a6", 6, 6, metrics={"best_step": 6})]
+    assert set(KeepTotal(2)(newest_best)) == {"a5", "a6"}
+    assert set(KeepTotal(2)([replace(r, metrics={}) for r in records])) == {"a4", "a5"}
+    stale = [Record("old", 2, 9, stale=True), *records]
+    assert set(KeepTotal(1)(stale)) == {"a2", "a5"}, "the step of an abandoned branch is another checkpoint"
+    assert parse(KeepTotal(3).spec) == KeepTotal(3) and parse("total=2,x|every=5") == KeepTotal(2, "x") | KeepEvery(5)
+    for wrong in (0, -1):
+        with pytest.raises(ConfigError):
+            KeepTotal(wrong)

@@ -1,0 +1,335 @@
+"""Transformers' Trainer through us, on real ranks with a tiny model made on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
+from tests.frameworks.hftools import Save, broken, full, hashes, lost, saving, short, without_us
+from tests.frameworks.stage import Stage
+from tests.frameworks.story import KILLS, Job, Story, Told, digest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
+    yield found
+    found.close()
+
+
+def tiny() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.2))
+
+
+def examples(count: int = 40) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(5)
+    rows = torch.randint(0, 32, (count, 8), generator=made)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(root: str, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**{"output_dir": root, "max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2,
+                                "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1,
+                                "learning_rate": 0.01, "ddp_backend": "gloo", "dataloader_pin_memory": False, **options})
+
+
+def made(root: str, job: Job, **options: Any) -> Any:
+    from transformers import Trainer
+
+    from distckpt.integrations.transformers import CrashSafe
+
+    class MyTrainer(CrashSafe, Trainer):
+        background_saves = job.background
+        manager_options = {"seams": job.seams, **job.extra.get("manager", {})}
+
+    return MyTrainer(model=tiny(), args=arguments(root, **options), train_dataset=examples(), eval_dataset=examples(4))
+
+
+def final(model: torch.nn.Module) -> str:
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+    return digest([state, torch.get_rng_state()])
+
+
+def train(rank: int, world: int, job: Job) -> Told:
+    if not job.root:
+        from transformers import Trainer
+
+        args = arguments(os.devnull + "-none", save_strategy="no", **job.extra.get("arguments", {}))
+        plain = Trainer(model=tiny(), args=args, train_dataset=examples())
+        plain.train()
+        return Told(0, final(plain.model))
+    trainer = made(job.root, job, save_steps=job.every, save_total_limit=job.keep_last, **job.extra.get("arguments", {}))
+    trainer.train(resume_from_checkpoint="auto")
+    return Told(trainer._initial_global_step, final(trainer.model))
+
+
+def fsdp(rank: int, world: int, job: Job) -> Told:
+    """As ``train``; Trainer believes that there is an accelerator, without which it passes FSDP over."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    real = PartialState.__init__
+
+    def made_up(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = made_up
+    return train(rank, world, job)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B32_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
+    options = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    story = Story(stage, fsdp, tmp_path, naming="checkpoint-{step}", extra={"arguments": options})
+    plain = story.plain()
+    for background in (False, True):
+        root = story.saved(plain, background)
+        assert (root / "checkpoint-6" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
+        story.killed(plain, *KILLS[background][int(background)], background)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B32_story(stage: Stage, tmp_path: Path) -> None:
+    story = Story(stage, train, tmp_path, naming="checkpoint-{step}")
+    plain = story.plain()
+    for background in (False, True):
+        story.whole(plain, background)
+
+
+FAULTS: dict[int, tuple[int, str, Any, str]] = {  # step: who, which file, what happens to it, what every rank is told
+    2: (1, "rng_state_1", full, "No space left"),
+    3: (0, "model", None, "a bug in save_pretrained"),  # while rank 1 stands in Trainer's own barrier
+    4: (1, "rng_state_1", lost, "did not write this file"),
+    5: (0, "optimizer", short, "the archive is cut off"),
+    6: (0, "scheduler", broken, "a bug in the framework"),
+}
+
+
+def faults(rank: int, world: int, root: str, background: bool) -> dict[str, Any]:
+    told: dict[int, str] = {}
+    trainer = made(root, Job(background=background), save_steps=1, max_steps=7, eval_strategy="steps", eval_steps=1,
+                   metric_for_best_model="loss", save_total_limit=2)
+    real_save, real_write = trainer._save_checkpoint, trainer.model.save_pretrained
+
+    def bug(*args: Any, **options: Any) -> None:
+        raise RuntimeError("a bug in save_pretrained")
+
+    def save(model: Any, trial: Any) -> None:
+        step = trainer.state.global_step
+        who, part, act, text = FAULTS.get(step, (-1, "", None, ""))
+        before = {path.name: hashes(path) for path in Path(root).glob("checkpoint-*")}
+        trainer.model.save_pretrained = bug if who == rank and act is None else real_write
+        with saving(part if who == rank and act is not None else "no such file", act):
+            try:
+                real_save(model, trial)
+                trainer.manager.wait()
+            except SaveError as error:
+                assert list(error.failures) == [who] and text in str(error), (step, error)
+                assert isinstance(error, DiskFull) == (act is full)
+                assert {path.name: hashes(path) for path in Path(root).glob("checkpoint-*")} == before
+                told[step] = type(error).__name__
+
+    trainer._save_checkpoint = save
+    trainer.train()
+    return {"failed": sorted(told), "left": sorted(path.name for path in Path(root).glob("checkpoint-*"))}
+
+
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+def test_B133_what_goes_wrong_in_trainers_writers_on_one_rank_ends_the_save_on_all(
+        stage: Stage, tmp_path: Path, background: bool) -> None:
+    for told in stage.values(2, faults, str(tmp_path / "root"), background, limit=60):
+        assert told["failed"] == sorted(FAULTS)
+        assert told["left"] == ["checkpoint-1", "checkpoint-7"]
+
+
+LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
+
+
+def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
+    """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end."""
+    trainer = made(root, Job(), save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+                   metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
+    weights: dict[int, str] = {}
+    inodes: dict[str, int] = {}
+
+    def evaluate(trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        weights[trainer.state.global_step] = digest(trainer.model.state_dict())
+        metrics = {"eval_loss": LOSSES[trainer.state.global_step]}
+        trainer.log(metrics)
+        return metrics
+
+    def note(real: Save, value: Any, path: str) -> None:
+        real(value, path)
+        inodes[os.path.basename(path)] = os.stat(path).st_ino
+
+    trainer._evaluate = evaluate
+    with saving("", note):
+        trainer.train()
+    path = f"{root}/checkpoint-6"
+    assert inodes and all(os.stat(f"{path}/{name}").st_ino == inode for name, inode in inodes.items()), "written again"
+    state = json.loads(Path(path, "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == f"{root}/checkpoint-2"
+    own = json.loads(Path(f"{root}/checkpoint-2/trainer_state.json").read_text())
+    assert own["best_model_checkpoint"] == f"{root}/checkpoint-2"
+    assert digest(trainer.model.state_dict()) == weights[2] and trainer.args.save_total_limit == limit
+    return {"last": weights[6], "best": weights[2]}
+
+
+def theirs(rank: int, world: int, path: str) -> str:
+    """Trainer itself goes on from the checkpoint, to the end; what it then has is what from_pretrained gives too."""
+    without_us()
+    from transformers import GPT2LMHeadModel, Trainer
+
+    trainer = Trainer(model=tiny(), args=arguments(os.devnull + "-none", save_strategy="no"), train_dataset=examples())
+    trainer.train(resume_from_checkpoint=path)
+    assert digest(GPT2LMHeadModel.from_pretrained(path).state_dict()) == digest(trainer.model.state_dict())
+    return digest(trainer.model.state_dict())
+
+
+def world_changes(rank: int, world: int, root: str) -> None:
+    with pytest.raises(WorldMismatch, match="saved by 2 ranks and is resumed by 1"):
+        made(root, Job()).train(resume_from_checkpoint=True)
+    trainer = made(root, Job(), max_steps=7, save_steps=7)
+    trainer.allow_world_change = True
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 7
+
+
+def anew(rank: int, world: int, root: str) -> None:
+    """Another run in the same directory: what it saves is new, though its steps are low."""
+    made(root, Job(), save_steps=1, max_steps=2, save_total_limit=2).train()
+    assert sorted(p.name for p in Path(root).glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-old"]
+    made(root, Job(), save_steps=1, max_steps=3, save_total_limit=2, save_only_model=True).train(resume_from_checkpoint=True)
+    assert not Path(root, "checkpoint-3", "optimizer.pt").exists()
+    last = made(root, Job(), save_steps=1, max_steps=4, save_total_limit=2)
+    last.train(resume_from_checkpoint=f"{root}/checkpoint-3")
+    assert (last._initial_global_step, last.state.global_step) == (3, 4)
+
+
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize("limit", [1, 3])
+def test_B70_B71_B76_B77_the_best_and_the_last_stay_and_the_limit_counts_both(stage: Stage, tmp_path: Path, limit: int) -> None:
+    root = tmp_path / "root"
+    (root / "checkpoint-old").mkdir(parents=True)
+    told = stage.values(2, options, str(root), limit)[0]
+    stays = {1: ["checkpoint-2", "checkpoint-6"], 3: ["checkpoint-2", "checkpoint-5", "checkpoint-6"]}[limit]
+    assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-old"]
+    os.utime(root / "checkpoint-6", (0, 0))
+    assert stage.values(2, theirs, str(root / "checkpoint-6")) == [told["last"]] * 2
+    if limit == 3:
+        stage.values(1, anew, str(root))
+    else:
+        stage.values(1, world_changes, str(root))
+        assert sorted(p.name for p in root.glob("checkpoint-*")) == [*stays, "checkpoint-7", "checkpoint-old"]
+
+
+def preempted(rank: int, world: int, root: str) -> tuple[int, int]:
+    """A stop signal that reaches rank 1 only."""
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            if state.global_step == 1 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = made(root, Job(), max_steps=2000, save_strategy="no", per_device_train_batch_size=1, logging_steps=500)
+    trainer.add_callback(Signal())
+    trainer.train()
+    return trainer.state.global_step, len(list(Path(root).glob("checkpoint-*")))
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B123_a_signal_to_one_rank_saves_and_stops_all_at_one_step(stage: Stage, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (step, count), other = stage.values(2, preempted, str(root))
+    assert (step, count) == other and count == 1 and 1 < step < 2000
+    assert (root / f"checkpoint-{step}" / "rng_state_1.pth").exists()
+
+
+def refused(rank: int, world: int, root: str) -> None:
+    with pytest.raises(ConfigError, match="enable_jit_checkpoint"):
+        made(root, Job(), enable_jit_checkpoint=True)
+    trainer = made(root, Job())
+    with pytest.raises(ConfigError, match="inside train"):
+        trainer._save_checkpoint(trainer.model, None)
+    with pytest.raises(ConfigError, match="hyperparameter"):
+        trainer.train(trial={"x": 1})
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def torn(rank: int, world: int, root: str) -> int:
+    """What Trainer would take for the newest: a directory whose marker never came."""
+    trainer = made(root, Job())
+    trainer.train(resume_from_checkpoint=True)
+    return int(trainer._initial_global_step)
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B01_B55_what_is_refused_and_a_torn_directory_is_passed_over(stage: Stage, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    stage.values(1, refused, str(root))
+    stage.values(2, train, Job(str(root), steps=6, every=3))
+    shutil.copytree(root / "checkpoint-6", root / "checkpoint-9")
+    (root / "checkpoint-9" / "commit.json").unlink()
+    (root / "checkpoint-9" / "trainer_state.json").unlink()
+    (root / "checkpoint-6" / "rng_state_1.pth").write_bytes(b"")
+    assert stage.values(2, torn, str(root)) == [3, 3]
+    ends = stage.run(2, apart, str(tmp_path))
+    assert all(end.error == "RankDisagreement" and "run-1" in end.text for end in ends), ends
+
+
+def apart(rank: int, world: int, folder: str) -> None:
+    made(f"{folder}/run-{rank}", Job()).train()
+
+
+def pushed(rank: int, world: int, root: str) -> dict[str, Any]:
+    """The network is not there; what would have been sent is."""
+    import huggingface_hub
+    from huggingface_hub import _upload_pipeline
+
+    sent: list[tuple[str, list[str]]] = []
+    held: list[bool] = []
+
+    def send(api: Any, *ignored: Any, **told: Any) -> None:
+        operations = told.get("add_operations") or told["operations"]
+        held.append(any(os.scandir(f"{root}/.distckpt/leases")))
+        sent.append((told["commit_message"], [operation.path_in_repo for operation in operations]))
+        assert all(os.path.exists(operation.path_or_fileobj) for operation in operations)
+
+    _upload_pipeline.pipelined_upload = send
+    huggingface_hub.HfApi.create_commit = send
+    huggingface_hub.HfApi.create_repo = lambda self, *args, **ignored: huggingface_hub.RepoUrl("https://huggingface.co/x/y")
+    trainer = made(root, Job(), push_to_hub=True, hub_model_id="x/y", hub_strategy="all_checkpoints", hub_always_push=True,
+                   save_total_limit=1, max_steps=4)
+    trainer.train()
+    left = list(Path(f"{root}/.distckpt/leases").rglob("*.json"))
+    return {"sent": sent, "held": held, "left": left}
+
+
+@pytest.mark.xdist_group("transformers")
+def test_a_push_to_the_hub_takes_committed_files_and_nothing_of_ours(stage: Stage, tmp_path: Path) -> None:
+    told = stage.values(1, pushed, str(tmp_path / "root"))[0]
+    names = {name for _, files in told["sent"] for name in files}
+    assert len(told["sent"]) == 4 and all(told["held"]) and told["left"] == []
+    assert not [name for name in names if ".distckpt" in name]
+    assert {"model.safetensors", "checkpoint-2/commit.json", "checkpoint-4/commit.json", "checkpoint-4/rng_state.pth"} <= names
