@@ -19,7 +19,7 @@ from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.janitor import Janitor
 from distckpt.journal import Journal
-from distckpt.layout import ATTEMPT, MARKER, SUBDIRECTORIES, Layout, Naming
+from distckpt.layout import ATTEMPT, HOME, MARKER, POINTER, SUBDIRECTORIES, Layout, Naming, series_of
 from distckpt.leases import Watch
 from distckpt.marker import Head, Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
@@ -92,6 +92,10 @@ def known_heads(files: Files, layout: Layout) -> list[Head]:
             if entry is not None and entry.head is not None and entry.head.name == name:
                 heads.append(entry.head)
     return sorted(heads, key=lambda h: (h.seq, h.step), reverse=True)
+
+
+def _means_something(naming: Naming, name: str) -> bool:
+    return name in (HOME, POINTER) or series_of(naming, name) is not None
 
 
 def infer_naming(files: Files, layout: Layout) -> Naming | None:
@@ -318,11 +322,12 @@ class OwnedRoot:
             log.warning("could not move 'latest' to %s: %s; it is only a convenience, resume does not use it", name, error)
 
     def put_beside(self, name: str, tools: list[str]) -> None:
-        """Copy files of the checkpoint ``name`` into the root, once: a framework's tools are looked for there."""
+        """Copy files of the checkpoint ``name`` into the root, once: a framework's tools are looked for there. What has a name
+        that means something in a root stays where it is."""
         for tool in tools:
             target = os.path.join(self.layout.root, os.path.basename(tool))
             try:
-                if not is_listed(self.files, target):
+                if not _means_something(self.naming, os.path.basename(tool)) and not is_listed(self.files, target):
                     data = self.files.read(os.path.join(self.layout.final(name), tool), _TOOL)
                     replace(self.files, target, data, self.layout.staging(self.generation, "tool.tmp"))
             except OSError as error:

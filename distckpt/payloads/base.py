@@ -156,10 +156,16 @@ def check_only(payload: Payload, only: Collection[str] | None) -> None:
 
 
 def as_payload(value: Any) -> Payload:
-    """A payload, several by name, or a state dict (one file per rank)."""
+    """A payload, several by name, a framework's engine, or a state dict (one file per rank)."""
+    from distckpt.payloads.kinds import engine_of
     from distckpt.payloads.shards import Shards
 
+    engine = engine_of(value)  # before its state_dict is looked at, which holds its module and no more
+    if engine is not None:
+        return engine
     if isinstance(value, Mapping):
+        engines = {name: found for name, found in ((n, engine_of(v)) for n, v in value.items()) if found is not None}
+        value = {**value, **engines} if engines else value
         kinds = {isinstance(v, Payload) for v in value.values()}
         if kinds == {True}:
             return Several(value)

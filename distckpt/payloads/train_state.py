@@ -38,6 +38,10 @@ class TrainState:
             if "rng" in named:
                 raise ConfigError("rng is given twice")
             named["rng"] = Rng()
+        engines = [name for name, value in named.items() if kinds.engine_of(value) is not None]
+        if engines:
+            raise ConfigError(f"TrainState({engines[0]}=...): a {type(named[engines[0]]).__name__} goes under model=; several "
+                              'of them into a mapping of payloads, {"actor": engine, "critic": other, "rest": TrainState(...)}')
         self._engine = kinds.engine_of(model)
         self._model = model if self._engine is None else None
         self._optimizer = optimizer

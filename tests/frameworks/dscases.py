@@ -167,7 +167,8 @@ def refusals(rank: int, world: int, root: str) -> list[str]:
         except ConfigError as error:
             texts.append(str(error))
     for wrong in (lambda: DeepSpeed(made.module), lambda: DeepSpeed(made, client_state=[1]),  # type: ignore[arg-type]
-                  lambda: distckpt.TrainState(model=made, optimizer=made.optimizer)):
+                  lambda: distckpt.TrainState(model=made, optimizer=made.optimizer),
+                  lambda: distckpt.TrainState(model=made, critic=made)):
         try:
             wrong()
         except ConfigError as error:
@@ -426,6 +427,26 @@ def variants(rank: int, world: int, root: str) -> list[str]:
         assert one == two_, name
         good.append(name)
     return good
+
+
+def several(rank: int, world: int, root: str) -> list[str]:
+    """Two engines, as reinforcement learning has them, as they are, in directories of their own; with a part of ours."""
+    actor, critic, progress = engine(2), engine(1), {"epoch": 4}
+
+    def state() -> dict[str, Any]:
+        return {"actor": actor, "critic": critic, "rest": distckpt.TrainState(progress=progress, rng=True)}
+
+    with distckpt.CheckpointManager(root) as manager:
+        for background in (False, True):
+            step(actor)
+            step(critic)
+            manager.save(actor.global_steps, state(), background=background)
+        manager.wait()
+        wanted = [final(actor), final(critic)]
+        actor, critic, progress = engine(2), engine(1), {"epoch": 0}
+        assert manager.restore(state()) == 2
+    assert [final(actor), final(critic)] == wanted and progress == {"epoch": 4}
+    return sorted({str(p.parent.relative_to(root)) for p in Path(root, "step-2").rglob("*.pt")})
 
 
 def pipeline(rank: int, world: int, root: str, micro_batches: int = 2) -> list[str]:

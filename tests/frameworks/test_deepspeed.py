@@ -62,7 +62,7 @@ def test_what_is_refused_and_why(stage: Stage, tmp_path: Path) -> None:
     for texts in stage.values(2, dscases.refusals, str(tmp_path / "root")):
         wanted = ["gradient accumulation boundary", "gradient accumulation boundary", "engine.global_steps is 1",
                   "engine.global_steps is 1", "returns before its files are written", "only=", "lacks save_checkpoint",
-                  "client_state must be a dict", "saves its optimizer itself"]
+                  "client_state must be a dict", "saves its optimizer itself", "critic"]
         assert len(texts) == len(wanted) and all(w in text for w, text in zip(wanted, texts, strict=True)), texts
 
 
@@ -118,6 +118,11 @@ def test_the_block_in_deepspeeds_configuration(stage: Stage, tmp_path: Path) -> 
 def test_other_settings_of_an_engine(stage: Stage, tmp_path: Path) -> None:
     for good in stage.values(2, dscases.variants, str(tmp_path)):
         assert good == list(dscases.VARIANTS)
+
+
+def test_several_engines_in_one_checkpoint(stage: Stage, tmp_path: Path) -> None:
+    for folders in stage.values(2, dscases.several, str(tmp_path / "root")):
+        assert folders == ["step-2/actor", "step-2/critic", "step-2/rest"]
 
 
 def test_a_pipeline_of_two_stages(stage: Stage, tmp_path: Path) -> None:

@@ -275,6 +275,24 @@ def test_the_pointer_moves_in_one_step_and_durably(disk: CrashFiles) -> None:
     assert catalog.read_pointer(disk, LAYOUT) == "step-2"
 
 
+def test_a_frameworks_tools_come_into_the_root_once_and_never_under_a_name_of_ours(disk: CrashFiles) -> None:
+    one = open_owned(disk)
+    names = ["tool.py", "sub/other.py", "latest", "step-9", "step-9-rolling", ".distckpt"]
+    make_checkpoint(disk, 1, 1, payload={"tool.py": b"first", "sub/other.py": b"other", "latest": b"x", "step-9": b"x",
+                                         "step-9-rolling": b"x"})
+    one.put_beside("step-1", names)
+    for state in disk.crash_states():
+        assert {i.name for i in state.scan(ROOT)} == {".distckpt", "step-1", "tool.py", "other.py"}
+        assert state.read(f"{ROOT}/tool.py", 99) == b"first"
+    make_checkpoint(disk, 2, 2, payload={"tool.py": b"second"})
+    one.put_beside("step-2", names[:1])
+    assert disk.read(f"{ROOT}/tool.py", 99) == b"first", "the root's is its user's by now"
+    one.files = FaultyFiles(disk, fail(errno.ENOSPC, op="write"))
+    make_checkpoint(disk, 3, 3, payload={"new.py": b"new"})
+    one.put_beside("step-3", ["new.py", "none.py"])
+    assert "new.py" not in {i.name for i in disk.scan(ROOT)}
+
+
 def test_a_rejection_is_durable_and_read_back(disk: CrashFiles) -> None:
     one = open_owned(disk)
     one.reject(attempt_id(1), "step-1", "digest differs")

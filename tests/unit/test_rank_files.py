@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -256,6 +257,23 @@ def test_a_written_file_that_lost_bytes_on_disk_is_noticed(tmp_path: Path) -> No
     os.truncate(mine._top._directory + "/a.rank-00001-of-00004.bin", 50)
     with pytest.raises(OSError, match="100 bytes were written and 50 are on disk"):
         mine.finish()
+
+
+def test_an_error_that_the_framework_swallowed_is_raised_when_it_says_that_it_is_done(tmp_path: Path) -> None:
+    """FIELD_CASES B89: a writer that reports success all the same."""
+    mine = rank_files(tmp_path, FaultyFiles(REAL, fail(errno.ENOSPC, at=2, op="write")))
+    with pytest.raises(OSError, match="No space left"), mine.writer("a.bin") as out:
+        out.write(b"x" * 100)
+        with contextlib.suppress(OSError):
+            out.write(b"y" * 100)
+        out.write(b"z" * 100)
+
+
+def test_an_exact_name_is_the_frameworks_own(tmp_path: Path) -> None:
+    mine = rank_files(tmp_path)
+    with mine.below("sub").writer("a.bin", exact=True) as out:
+        out.write(b"x")
+    assert [(e.path, e.digest) for e in mine.finish()] == [("sub/a.bin", digest_of(b"x"))]
 
 
 def test_a_writer_serves_whoever_writes_binary_files(tmp_path: Path) -> None:
