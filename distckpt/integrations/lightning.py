@@ -22,10 +22,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from distckpt.durable import REAL, Files, unlink_if_there
+from distckpt.durable import REAL, Files
 from distckpt.errors import ConfigError
 from distckpt.layout import HOME, MARKER, series_of
 from distckpt.manager import CheckpointManager
+from distckpt.ordered import unlink_if_there
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.lightning import NAME, Lightning
 from distckpt.payloads.rng import Rng
