@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 
 import torch
 
-from tests.frameworks import dscases, dsranks
+from tests.frameworks import dscases, dskinds, dsranks
 from tests.frameworks.stage import Stage
 
 pytestmark = pytest.mark.xdist_group("deepspeed")
@@ -21,7 +21,7 @@ SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    found = Stage(*dsranks.LOADED, "tests.frameworks.dscases")
+    found = Stage(*dsranks.LOADED, "tests.frameworks.dscases", "tests.frameworks.dskinds")
     yield found
     found.close()
 
@@ -116,22 +116,22 @@ def test_the_block_in_deepspeeds_configuration(stage: Stage, tmp_path: Path) -> 
 
 
 def test_other_settings_of_an_engine(stage: Stage, tmp_path: Path) -> None:
-    for good in stage.values(2, dscases.variants, str(tmp_path)):
-        assert good == list(dscases.VARIANTS)
+    for good in stage.values(2, dskinds.variants, str(tmp_path)):
+        assert good == list(dskinds.VARIANTS)
 
 
 def test_several_engines_in_one_checkpoint(stage: Stage, tmp_path: Path) -> None:
-    for folders in stage.values(2, dscases.several, str(tmp_path / "root")):
+    for folders in stage.values(2, dskinds.several, str(tmp_path / "root")):
         assert folders == ["step-2/actor", "step-2/critic", "step-2/rest"]
 
 
 def test_a_pipeline_of_two_stages(stage: Stage, tmp_path: Path) -> None:
-    for names in stage.values(2, dscases.pipeline, str(tmp_path / "root")):
+    for names in stage.values(2, dskinds.pipeline, str(tmp_path / "root")):
         assert names == [*(f"layer_0{n}-model_states.pt" for n in range(4)),
                          *(f"mp_rank_0{stage}_model_states.pt" for stage in (0, 1)),
                          *(f"zero_pp_rank_0_mp_rank_0{stage}_optim_states.pt" for stage in (0, 1))], names
 
 
 def test_experts_on_two_ranks(stage: Stage, tmp_path: Path) -> None:
-    for names in stage.values(2, dscases.moe, str(tmp_path / "root")):
+    for names in stage.values(2, dskinds.moe, str(tmp_path / "root")):
         assert {"layer_0_expert_0_mp_rank_00_model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt"} < set(names), names

@@ -1,0 +1,149 @@
+"""One rank's part of the DeepSpeed tests: engines of other kinds, saved and gone on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import distckpt
+from distckpt.payloads.deepspeed import DeepSpeed
+from tests.frameworks import dsranks
+from tests.frameworks.dsranks import engine, final, step
+
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16, ZeRO 0": (0, {"bf16": {"enabled": True}}),
+    "bf16, ZeRO 1": (1, {"bf16": {"enabled": True}}),
+    "bf16, ZeRO 3": (3, {"bf16": {"enabled": True}}),
+    "optimizer in host memory": (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                                     "zero_force_ds_cpu_optimizer": False}),
+    "no parameter stays gathered": (3, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+    "torch's old format": (2, {"checkpoint": {"checkpoint_serialization": False}}),
+}
+
+
+def variants(rank: int, world: int, root: str) -> list[str]:
+    """Which of them came back as saved, sync and in the background, and went on as the saved one did."""
+    good = []
+    for name, (zero, more) in VARIANTS.items():
+        kind = torch.bfloat16 if "bf16" in more else torch.float32
+        made, at = engine(zero, **more), os.path.join(root, name)
+        with distckpt.CheckpointManager(at) as manager:
+            step(made, kind)
+            manager.save(1, DeepSpeed(made))
+            step(made, kind)
+            manager.save(2, DeepSpeed(made), background=True)
+            manager.wait()
+            random, two = torch.get_rng_state(), final(made)
+            step(made, kind)
+            for saved in (2, 1):
+                other = engine(zero, **more)
+                manager.restore(DeepSpeed(other), step=saved)
+                if saved == 2:
+                    assert final(other) == two, name
+                    torch.set_rng_state(random)
+                    step(other, kind)
+                    assert final(other) == final(made), name
+        one, two_ = ({p.name for p in Path(at, f"step-{s}").iterdir()} for s in (1, 2))
+        assert one == two_, name
+        good.append(name)
+    return good
+
+
+def several(rank: int, world: int, root: str) -> list[str]:
+    """Two engines, as reinforcement learning has them, as they are, in directories of their own; with a part of ours."""
+    actor, critic, progress = engine(2), engine(1), {"epoch": 4}
+
+    def state() -> dict[str, Any]:
+        return {"actor": actor, "critic": critic, "rest": distckpt.TrainState(progress=progress, rng=True)}
+
+    with distckpt.CheckpointManager(root) as manager:
+        for background in (False, True):
+            step(actor)
+            step(critic)
+            manager.save(actor.global_steps, state(), background=background)
+        manager.wait()
+        wanted = [final(actor), final(critic)]
+        actor, critic, progress = engine(2), engine(1), {"epoch": 0}
+        assert manager.restore(state()) == 2
+    assert [final(actor), final(critic)] == wanted and progress == {"epoch": 4}
+    return sorted({str(p.parent.relative_to(root)) for p in Path(root, "step-2").rglob("*.pt")})
+
+
+def pipeline(rank: int, world: int, root: str, micro_batches: int = 2) -> list[str]:
+    """PipelineModule, two stages: saved sync and in the background, restored into a new engine, the same next step."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        layers = [torch.nn.Linear(8, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8), torch.nn.Linear(8, 2)]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+        return deepspeed.initialize(model=module, model_parameters=list(module.parameters()),
+                                    config=dsranks.config(1))[0]
+
+    def advance(made: Any, count: int) -> None:
+        while made.global_steps < count:
+            torch.manual_seed(made.global_steps)
+            made.train_batch(iter([(torch.randn(2, 8), torch.randn(2, 2)) for _ in range(micro_batches)]))
+
+    return _there_and_back(root, make, advance)
+
+
+def moe(rank: int, world: int, root: str) -> list[str]:
+    """A mixture of experts with ep_size 2: an expert on each rank."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+            self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1, use_residual=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.moe(self.first(x))[0]
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        module = Net()
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
+        return deepspeed.initialize(model=module, config=dsranks.config(1, gradient_accumulation_steps=1),
+                                    optimizer=torch.optim.AdamW(groups, lr=0.01))[0]
+
+    def advance(made: Any, count: int) -> None:
+        while made.global_steps < count:
+            torch.manual_seed(made.global_steps * 2 + rank)
+            made.backward(made(torch.randn(4, 8)).square().mean())
+            made.step()
+
+    return _there_and_back(root, make, advance)
+
+
+def _there_and_back(root: str, make: Callable[[], Any], advance: Callable[[Any, int], None]) -> list[str]:
+    """The names that DeepSpeed gave its files. AssertionError if a restored engine does not go on as the saved one did."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    made = make()
+    with distckpt.CheckpointManager(root) as manager:
+        advance(made, 1)
+        manager.save(1, DeepSpeed(made))
+        advance(made, 2)
+        manager.save(2, DeepSpeed(made), background=True)
+        advance(made, 3)
+        manager.wait()
+        wanted = final(made)
+        for saved in (1, 2):
+            other = make()
+            assert manager.restore(DeepSpeed(other), step=saved) == saved
+            assert other.global_steps == saved
+            advance(other, 3)
+            assert final(other) == wanted, f"restored from step {saved}, it went another way"
+    one, two = ({p.name: p.stat().st_size for p in Path(root, f"step-{s}").iterdir() if p.suffix == ".pt"} for s in (1, 2))
+    assert one.keys() == two.keys() and all(size < two[name] + 2000 for name, size in one.items()), (one, two)
+    return sorted(one)
