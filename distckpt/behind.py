@@ -122,6 +122,9 @@ class Behind:
         behind, runtime = self.background, self._seams.runtime
         if not behind.admit(number):
             return SaveHandle(self._seams.files, "", number, self._group.rank, self._group.world, skipped=True)
+        part, refusal = _taken(payload)
+        if part is not None and part.collective and not self._group.has_collectives:
+            self._saver.meet(number)
         begun = runtime.monotonic()
         self._await_arena()
         name = self._naming.of_series(series).format(number)
@@ -137,10 +140,12 @@ class Behind:
         handle = SaveHandle(self._seams.files, self._layout.final(name), number, self._group.rank, self._group.world,
                             ended=runtime.event(), number=behind.next_number())
         job = Job(series, number, run, None, handle)
-        try:
-            job.payload = self._stage(stageable(as_payload(payload)), copy, how)
-        except Exception as error:  # told to every rank in the begin round, and raised at one step for all
-            job.refusal = error
+        job.refusal = refusal
+        if part is not None:
+            try:
+                job.payload = self._stage(stageable(part), copy, how)
+            except Exception as error:  # told to every rank in the begin round, and raised at one step for all
+                job.refusal = error
         if copy.unfinished and job.refusal is None:
             self._copying, self.attention = copy, True
         job.blocked = runtime.monotonic() - begun
@@ -177,6 +182,14 @@ class Behind:
         saved = job.run(Refused(job.refusal) if job.refusal is not None else job.payload)
         job.handle.commit(saved.path, saved.skipped)
         self._hooks.run(saved.record)
+
+
+def _taken(state: Any) -> tuple[Payload | None, Exception | None]:
+    """``state`` as a payload, or the error that every rank is told in the begin round."""
+    try:
+        return as_payload(state), None
+    except Exception as error:
+        return None, error
 
 
 class Refused:

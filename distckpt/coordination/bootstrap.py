@@ -181,9 +181,10 @@ def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
                               lambda text: exchange.set(key, text), lambda: exchange.get(key).decode())
 
     def new_gloo(seconds: float) -> Any:
-        # The finaliser may be the one who makes it. With local synchronisation the name comes from the members; otherwise it
-        # comes from a counter that the training thread of some rank may be advancing at this moment.
-        return dist.new_group(ranks=members, timeout=timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True)
+        # Local synchronisation only where others do not take part: torch then names the group by how many groups this process
+        # is in, which may differ between the members; otherwise it counts all that were made, alike everywhere.
+        return dist.new_group(ranks=members, timeout=timedelta(seconds=seconds), backend="gloo",
+                              use_local_synchronization=len(members) < dist.get_world_size())
 
     return Bootstrap("torch", rank, world, source, server, new_gloo)
 

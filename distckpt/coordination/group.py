@@ -73,11 +73,18 @@ class Group:
             raise ConfigError(f"DCP needs a torch process group, and these {self.world} ranks were found by {self.kind}: "
                               "initialise torch.distributed first, or save with Shards")
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether ``collectives`` makes no group now. Alike on every rank."""
+        return self._bootstrap.new_gloo is None or (self._gloo is not None and not self.broken)
+
     def collectives(self) -> Any:
         """A gloo group of our own for DCP, made when first needed; None in a process without torch's. Collective.
 
-        Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group. A group
-        that is ``broken`` (a collective of it ended without a peer) is made anew, when all ranks say so.
+        Never the training group: a slow disk must not trip its watchdog, and two threads must not share one group. It is made
+        anew when it may be ``broken``: a save that used it failed, on every rank. On the training thread only: torch lets one
+        thread at a time wait on its store, and numbers its groups, so a thread that made one while the program made another, in
+        the other order on another rank, could wait for ever.
         """
         self.require_collectives()
         if self._bootstrap.new_gloo is None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from distckpt import options
 from distckpt.coordination.group import Group
-from distckpt.coordination.rounds import Report
-from distckpt.errors import ConfigError, DistckptError
+from distckpt.coordination.rounds import Report, by_value
+from distckpt.errors import ConfigError, DistckptError, RankDisagreement
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.marker import check_meta, check_metrics
 from distckpt.options import Seams, Timeouts
@@ -74,6 +74,13 @@ class Saver:
                           metrics=check_metrics(metrics), meta=check_meta(meta),
                           collective=part is not None and part.collective, discardable=part is None, blocked=blocked)
         return request, part
+
+    def meet(self, step: int) -> None:
+        """Make the group of a framework's collectives, after one round, so that all ranks make it or none. Collective, on the
+        training thread, before a background save that needs it."""
+        with self._group.rounds.call("save", step) as call:
+            call.round({"meets": True}, _meeting, self._timeouts.arrive)
+        self._group.collectives()
 
     @contextmanager
     def saving(self, series: str, step: int, state: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
@@ -147,6 +154,14 @@ class Saver:
             work.enter_together(ready=True)
         if collective:
             self._group.collectives()
+
+
+def _meeting(reports: dict[int, Report]) -> Report:
+    meets = {rank: "meets" in report for rank, report in reports.items()}
+    if not all(meets.values()):
+        raise RankDisagreement("save: the ranks gave states of different kinds; saved by collectives: "
+                               f"{by_value(meets)}; every rank must give the same kind", values=meets)
+    return {}
 
 
 def _shown(step: object) -> int | None:

@@ -107,10 +107,9 @@ class Transaction:
         them, so either all enter or none (they have deadlines of their own, and name nobody)."""
         assert self.go is not None
         try:
-            verdict = self._call.round({"ready": ready, "broken": self._group.broken}, _enter, self._visible + self._progress)
+            verdict = self._call.round({"ready": ready}, _enter, self._visible + self._progress)
         except RankTimeout as error:
             raise PeerFailed from error  # the acks will find the same ranks missing, and the verdict names them
-        self._group.broken = bool(verdict["broken"])
         if ready and not verdict["enter"]:
             raise PeerFailed
 
@@ -127,7 +126,6 @@ class Transaction:
             except OSError as raised:
                 error = raised
         if isinstance(error, PeerFailed):
-            self._group.broken = self._group.broken or isinstance(error.__cause__, RuntimeError)
             report: Report = {"stopped": asdict(self._failure(error.__cause__ or error))}
         elif error is not None:
             failure = self._failure(error)
@@ -142,8 +140,10 @@ class Transaction:
             return self._discard(go, failure, error)
         try:
             return self._decide(go, report, entries)
-        except SaveError as raised:
-            if error is None or isinstance(error, PeerFailed):
+        except DistckptError as raised:
+            # every rank raises now, and no rank can tell whether a collective of this save still misses a peer
+            self._group.broken = self._group.broken or self.request.collective
+            if error is None or isinstance(error, PeerFailed) or not isinstance(raised, SaveError):
                 raise
             raise raised from error
 
@@ -374,7 +374,7 @@ class Transaction:
 
 
 def _enter(reports: dict[int, Report]) -> Report:
-    return {"enter": all(report["ready"] for report in reports.values()), "broken": any(r["broken"] for r in reports.values())}
+    return {"enter": all(report["ready"] for report in reports.values())}
 
 
 def _slowest(reports: dict[int, Report]) -> tuple[int, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 import distckpt
-from distckpt.errors import SaveError
+from distckpt.errors import DistckptError, SaveError
 from tests.harness import run, start, values
 from tests.inprocess import events
 
@@ -160,32 +161,57 @@ def test_a_dead_writer_process_is_raised_on_every_rank_at_one_step(bad: int, tmp
     assert [steps for _, steps in found] == [[1, 9000]] * 2
 
 
-def _groups_in_two_orders(rank: int, world: int, root: str) -> tuple[str, str]:
-    named, original = threading.Event(), c10d._process_group_name
-
-    def name(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        named.set()
-        return found
-
-    c10d._process_group_name = name
-    made: list[Any] = []
+def _first_background_save(rank: int, world: int, root: str) -> tuple[str, bool]:
+    if rank == 1:  # by the groups that a process is in torch names those that are made with local synchronisation
+        dist.new_group(ranks=[1], backend="gloo", use_local_synchronization=True)
     with distckpt.CheckpointManager(root) as manager:
-        def finaliser() -> None:
-            if rank == 1:
-                assert named.wait(30)
-            made.append(manager._group.collectives())
+        made: list[threading.Thread] = []
+        new_gloo = manager._group._bootstrap.new_gloo
+        assert new_gloo is not None
 
-        thread = threading.Thread(target=finaliser)
-        thread.start()
-        if rank == 0:
-            assert named.wait(30)
-        users = dist.new_group(ranks=[0, 1], backend="gloo")
-        thread.join(60)
-        return made[0].group_name, users.group_name
+        def noted(seconds: float) -> Any:
+            made.append(threading.current_thread())
+            return new_gloo(seconds)
+
+        manager._group._bootstrap.new_gloo = noted
+        for step in (1, 2):
+            manager.save(step, distckpt.DCP(torch.nn.Linear(2, 2)), background=True)
+            dist.new_group(ranks=[0, 1], backend="gloo")  # the program's own, beside the save in flight
+            manager.wait()
+        manager.save(3, distckpt.DCP(state={"bad": (lambda: 0) if rank else 0}), background=True)
+        with pytest.raises(SaveError):  # so the group may miss a peer, and is made anew
+            manager.save(4, distckpt.DCP(torch.nn.Linear(2, 2)), background=True)
+        manager.save(4, distckpt.DCP(torch.nn.Linear(2, 2)), background=True)
+        manager.wait()
+        assert manager.all_steps() == [1, 2, 4]
+        return manager._group.collectives().group_name, made == [threading.main_thread()] * 2
 
 
-def test_the_finalisers_group_may_be_made_while_the_program_makes_one(tmp_path: Path) -> None:
-    """Groups are matched by name, and torch's usual names are counted: in two orders, each would be the other's."""
-    ours, theirs = zip(*values(run(2, _groups_in_two_orders, str(tmp_path / "root"))), strict=True)
-    assert len(set(ours)) == len(set(theirs)) == 1 and set(ours) != set(theirs)
+def test_the_group_for_dcp_is_made_on_the_training_thread_by_a_name_that_all_ranks_agree_on(tmp_path: Path) -> None:
+    """Two threads that make groups at once, in two orders on two ranks, can wait for each other on torch's store for ever."""
+    found = values(run(2, _first_background_save, str(tmp_path / "root")))
+    assert [alone for _, alone in found] == [True, True] and len({name for name, _ in found}) == 1
+
+
+def _first_states(rank: int, world: int, root: str, kinds: tuple[str, str]) -> tuple[str, list[int]]:
+    state: Any = {"dcp": distckpt.DCP(torch.nn.Linear(2, 2)), "shards": {"x": torch.ones(2)}, "none": object()}[kinds[rank]]
+    manager = distckpt.CheckpointManager(root, timeouts=distckpt.Timeouts(arrive=20.0, progress=20.0))
+    seen = ""
+    for step in (1, 2):
+        try:
+            manager.save(step, state, background=True)
+            manager.wait()
+        except DistckptError as error:
+            seen = seen or str(error)
+            state = {"x": torch.ones(2)}
+    with contextlib.suppress(DistckptError):
+        manager.close()
+    return seen, manager.all_steps()
+
+
+@pytest.mark.parametrize("kinds, told", [(("dcp", "none"), "cannot save a object"), (("none", "dcp"), "cannot save a object"),
+                                         (("dcp", "shards"), "different kinds|options"), (("shards", "dcp"), "rank")])
+def test_a_first_save_whose_states_do_not_fit_is_told_on_every_rank(kinds: tuple[str, str], told: str, tmp_path: Path) -> None:
+    found = values(run(2, _first_states, str(tmp_path / "root"), kinds, timeout=90))
+    for seen, _ in found:
+        assert re.search(told, seen), seen
