@@ -200,13 +200,13 @@ def _of_deepspeed(checkpoint: Checkpoint, part: Part) -> Weights:
         checkpoint.check(name)
     found = Weights()
     if any(name.endswith("optim_states.pt") for name in names):
-        try:
-            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # an extra
-        except ImportError as error:
-            raise ExportError(f"{checkpoint.name} was written by DeepSpeed's ZeRO and is joined by DeepSpeed's own zero_to_fp32: "
-                              f"install it (pip install 'distckpt[deepspeed]'): {error}") from error
         parent, tag = os.path.split(checkpoint.directory)
-        with redirect_stdout(sys.stderr):  # it tells its progress there, where the command's answer belongs
+        with redirect_stdout(sys.stderr):  # it tells its progress there, from the import on, where the command's answer belongs
+            try:
+                from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # an extra
+            except ImportError as error:
+                raise ExportError(f"{checkpoint.name} was written by DeepSpeed's ZeRO and is joined by DeepSpeed's own "
+                                  f"zero_to_fp32: install it (pip install 'distckpt[deepspeed]'): {error}") from error
             state = get_fp32_state_dict_from_zero_checkpoint(parent, tag)
     elif len(names) == 1:
         state = torchfile.read(checkpoint, names[0])["module"]

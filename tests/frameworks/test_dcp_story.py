@@ -36,7 +36,7 @@ def train(rank: int, world: int, job: Job) -> Told:
     def end(started: int) -> Told:
         """This rank's own pieces of everything."""
         pieces = [getattr(p, "_local_tensor", p) for p in model.parameters()]
-        moments = [[getattr(v, "_local_tensor", v) for v in state.values()] for state in optimizer.state.values()]
+        moments = [{k: getattr(v, "_local_tensor", v) for k, v in state.items()} for state in optimizer.state.values()]
         return Told(started, digest([pieces, moments, scheduler.state_dict(), torch.rand(1)]))
 
     if not job.root:

@@ -38,7 +38,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    found = Stage("deepspeed", env={"DS_ACCELERATOR": "cpu"})
+    found = Stage("tests.frameworks.dsranks")
     yield found
     found.close()
 

@@ -26,6 +26,9 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"(?:<!-- runs (?P<how>.*?)(?:, after the set-up \"(?P<setup>\w+)\")? -->\n)?"
                    r"```python\n(?P<code>.*?)```", re.S)
 
+FRAMEWORKS = {"deepspeed", "accelerate", "transformers", "lightning"}
+"""Set-ups of the blocks that tests/frameworks/test_readme_blocks.py runs."""
+
 # What a reader's own program has before the lines that README shows. The names in capitals come from the test.
 SETUPS = {
     "headline": """
@@ -101,7 +104,7 @@ def test_every_block_says_how_it_runs() -> None:
     assert len(found) == README.count("```python")
     known = {"in one process", "on 2 ranks", "under mpiexec"}
     assert {match["how"] for match in found} == known
-    assert {match["setup"] for match in found if match["how"] != "under mpiexec"} == set(SETUPS)
+    assert {match["setup"] for match in found if match["how"] != "under mpiexec"} == {*SETUPS, *FRAMEWORKS}
 
 
 def test_the_headline_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
