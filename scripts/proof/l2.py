@@ -26,23 +26,23 @@ def missing() -> str | None:
 
 
 def run(budget: Budget, runs: int | None = None, tell: bool = False, own: Pool | None = None) -> Result:
-    """Runs ``budget.seed`` and on, until the time is used up, or ``runs`` of them are made, or there are no more. ``tell``: say
-    each violation as it is found. ``own``: a pool to use, that stays open."""
+    """Run number ``budget.seed`` and on, round and round, until the time is used up, or ``runs`` of them are made. ``tell``:
+    say each violation as it is found. ``own``: a pool to use, that stays open."""
     result, began = Result("l2"), time.monotonic()
     kinds: Counter[str] = Counter()
     slowest = {"death": 0.0, "stop": 0.0}
     with nullcontext(own) if own is not None else Pool() as pool:
         items = schedule.runs(list(pool.known))
-        end = min(len(items), len(items) if runs is None else budget.seed + runs)
+        first = budget.seed % len(items)
         numbers: dict[Item, int] = {}
-        last = budget.seed - 1
+        last = first - 1
 
         def supply() -> Iterator[Item]:
             nonlocal last
-            for seed in range(budget.seed, end):
+            for number in range(first, first + (len(items) if runs is None else runs)):
                 if budget.left < _TAIL:
                     return
-                last = seed
+                last = seed = number % len(items)
                 item = schedule.fitted(items[seed], seed, pool.known[items[seed].program])
                 if item is not None:
                     numbers[item] = seed
@@ -58,7 +58,7 @@ def run(budget: Budget, runs: int | None = None, tell: bool = False, own: Pool |
                 print(judged.logs[-6000:], flush=True)
     result.distinct = len(kinds)
     result.seconds = time.monotonic() - began
-    result.covers = (f"seeds {budget.seed}-{last} of {len(items)}; {result.states} faults of {len(kinds)} kinds; slowest notice "
+    result.covers = (f"seeds {first}-{last} of {len(items)}; {result.states} faults of {len(kinds)} kinds; slowest notice "
                      f"{slowest['death']:.2f} s of a death, {slowest['stop']:.2f} s of a stop beyond its deadline")
     return result
 
