@@ -247,6 +247,11 @@ def test_rank_0_does_not_wait_for_the_goodbye_of_the_dead() -> None:
     assert any(run.fired and not run.errors for run in runs), "none was killed after the last round"
 
 
+@pytest.mark.parametrize("seed, fault", [(100000827, "fail:0@94:EIO"), (100001564, "fail:0@85:ENOSPC")])
+def test_on_another_host_a_rank_that_leaves_by_an_exception_is_missed_at_the_deadline(seed: int, fault: str) -> None:
+    assert Case("leaving", seed=seed, faults=(fault,), apart=True).run().violations == []
+
+
 @pytest.mark.parametrize("fault, apart, seconds, late", [
     ("kill:1@9", False, 0.9, False), ("kill:1@9", False, 1.1, True),
     ("kill:1@9", True, 29.9, False), ("kill:1@9", True, 30.1, True), ("kill:1@2", False, 29.9, False),
