@@ -9,7 +9,7 @@
       CoordinationError
         RankDisagreement      .values       ranks called with different steps, roots or options
         RankTimeout (TimeoutError)          .missing, .phase: who did not arrive, and where each was last seen
-          RankLost                          the same, known at once because the process has ended
+          RankLost                          the same, known at once: the process has ended, or left its manager
         CoordinatorLost                     rank 0, or the way to it, is gone
       SaveError               .failures     one save failed; .outcome says aborted or unknown
         DiskFull              .needed .free
@@ -159,7 +159,7 @@ class RankTimeout(CoordinationError, TimeoutError):
 
 
 class RankLost(RankTimeout):
-    """Ranks whose process has ended; noticed at once, without waiting for a deadline."""
+    """Ranks whose process has ended, or that left their manager; noticed at once, without waiting for a deadline."""
 
 
 class CoordinatorLost(CoordinationError):

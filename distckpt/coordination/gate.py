@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt.coordination.listener import Caller
+from distckpt.coordination.pulse import bye_key
 from distckpt.coordination.rounds import by_value
 from distckpt.coordination.store import Client, ClientSource
 from distckpt.errors import CoordinationError, CoordinatorLost, DistckptError, RankDisagreement, RankLost, RankTimeout, to_wire
@@ -249,7 +250,7 @@ class Gatekeeper:
             self._tell(client, "cancel", {"freeze": number}, absent)
             if self.ending:
                 return
-            left = {rank for rank in silent if client.has(f"bye/{rank}") or self._gone(rank)}
+            left = {rank for rank in silent if client.has(bye_key(rank)) or self._gone(rank)}
             absent |= left
             if not left:
                 log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)

@@ -8,7 +8,7 @@ from typing import Any
 import distckpt
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.listener import Listener
-from distckpt.coordination.pulse import Pulse
+from distckpt.coordination.pulse import Pulse, bye_key
 from distckpt.coordination.rounds import Report, Rounds, require_same
 from distckpt.errors import ConfigError, CoordinatorLost
 from distckpt.runtime import Identity, Runtime
@@ -108,7 +108,7 @@ class Group:
             else:
                 self.listener.join(timeout)
                 self.pulse.stop()
-                rounds.client.set(f"bye/{self.rank}", {})
+                rounds.client.set(bye_key(self.rank), {})
         except CoordinatorLost as error:
             log.debug("closing without a goodbye: %s", error)
         self._drop()
@@ -126,7 +126,7 @@ class Group:
             if self.rank == 0:
                 self._goodbyes(_LEAVING)
             else:
-                client.set(f"bye/{self.rank}", {})
+                client.set(bye_key(self.rank), {})
         except CoordinatorLost as error:
             log.debug("leaving without a goodbye: %s", error)
         self._drop()
@@ -136,7 +136,7 @@ class Group:
         end, look = self._runtime.monotonic() + timeout, _LOOK
         while True:
             ended = {rank for rank, identity in self.identities.items() if self._runtime.alive(identity) is False}
-            keys = [f"bye/{rank}" for rank in range(1, self.world) if rank not in ended]
+            keys = [bye_key(rank) for rank in range(1, self.world) if rank not in ended]
             left = end - self._runtime.monotonic()
             if not keys or self.rounds.client.wait(keys, max(0.0, min(left, look))):
                 return True

@@ -2,7 +2,7 @@
 
 It sends nothing while no call runs, and nothing in a call shorter than a second but one line at its end. The threads
 that wait use single long waits on keys; this thread ends such a wait by *filling* the missing keys, so that nobody
-polls: after an abort, when a process on this machine has ended, or when a deadline passes.
+polls: after an abort, when a process on this machine has ended, when a rank has said goodbye, or when a deadline passes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ def beat_key(rank: int) -> str:
     return f"beat/{rank}"
 
 
+def bye_key(rank: int) -> str:
+    return f"bye/{rank}"
+
+
 @dataclass
 class Watch:
     """What rank 0 waits for: one key per rank.
 
     ``abort``: a key that ends the wait, after a short grace in which further causes may arrive. ``timeout`` counts
-    for each rank from the start or, with ``progress``, from its last new bytes: slow is no timeout.
+    for each rank from the start or, with ``progress``, from its last new bytes: slow is no timeout. ``lost``: their process
+    has ended; ``left``: they said goodbye, by ``close`` or by an exception of their program, and make no call any more.
     """
 
     keys: dict[int, str]
@@ -45,6 +50,7 @@ class Watch:
     abort: str | None = None
     missing: dict[int, Any] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     timed_out: list[int] = field(default_factory=list)
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     began: float = 0.0
@@ -54,7 +60,7 @@ class Watch:
     next_line: float = 0.0
 
     def absent(self) -> list[int]:
-        return sorted({*self.lost, *self.timed_out})
+        return sorted({*self.lost, *self.left, *self.timed_out})
 
 
 class Pulse:
@@ -172,7 +178,7 @@ class Pulse:
             watch.seen_abort = now if watch.seen_abort is None else watch.seen_abort
             if now - watch.seen_abort >= GRACE:
                 missing = self._still_missing(client, watch)
-                self._find_lost(watch, missing)  # whose end may be what the abort is about
+                self._find_lost(client, watch, missing)  # whose end may be what the abort is about
                 self._fill(client, watch, missing)
                 return
         if now < watch.next_look:
@@ -181,7 +187,7 @@ class Pulse:
         missing = self._still_missing(client, watch)
         if not missing:
             return
-        self._find_lost(watch, missing)
+        self._find_lost(client, watch, missing)
         if now - watch.began >= min(watch.timeout, BEAT):
             self._read_beats(client, watch, missing, now)
         watch.timed_out = [r for r in missing if now - watch.moved.get(r, watch.began) > watch.timeout]
@@ -191,11 +197,13 @@ class Pulse:
             watch.next_line += SAY
             log.info("%s: still waiting for %s", watch.what, describe({r: watch.beats.get(r) for r in missing}))
 
-    def _find_lost(self, watch: Watch, missing: list[int]) -> None:
+    def _find_lost(self, client: Client, watch: Watch, missing: list[int]) -> None:
         for rank in missing:
             identity = self.identities.get(rank)
             if identity is not None and self._runtime.alive(identity) is False:
                 watch.lost.append(rank)
+            elif client.has(bye_key(rank)) and not client.has(watch.keys[rank]):  # what it reported came before its goodbye
+                watch.left.append(rank)
 
     def _still_missing(self, client: Client, watch: Watch) -> list[int]:
         return [rank for rank, key in watch.keys.items() if not client.has(key)]

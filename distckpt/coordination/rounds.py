@@ -154,8 +154,9 @@ class Call:
             identity = self.rounds.pulse.identities.get(rank)
             if identity is not None:
                 missing[rank] = {"host": identity.host, "pid": identity.pid, **(missing[rank] or {"phase": "never"})}
-        if watch.lost:
-            return RankLost(f"{self.what}: {describe(missing)} - the process has ended while rank 0 waited in phase "
+        if watch.lost or watch.left:
+            how = "the process has ended" if watch.lost else "it has left its manager, by an exception or by close,"
+            return RankLost(f"{self.what}: {describe(missing)} - {how} while rank 0 waited in phase "
                             f"{phase!r}; its own log says why. The other ranks are fine; restart the job to resume",
                             missing=missing, phase=phase)
         return RankTimeout(f"{self.what}: no word for {watch.timeout:g} s in phase {phase!r} from {describe(missing)}; every "

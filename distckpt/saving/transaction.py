@@ -226,7 +226,7 @@ class Transaction:
         if not failures:
             return absence
         for rank, beat in (absence.missing if absence is not None else {}).items():
-            what = "the process has ended" if isinstance(absence, RankLost) else "no word from it"
+            what = "it has ended, or left" if isinstance(absence, RankLost) else "no word from it"
             known = failures.get(rank)
             failures[rank] = (RankFailure(**{**asdict(known), "message": f"{known.message}; then, {what}"}) if known is not None
                               else RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),

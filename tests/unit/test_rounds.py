@@ -129,6 +129,16 @@ def test_a_rank_that_gives_up_as_the_verdict_comes_takes_the_verdict() -> None:
     groups.close()
 
 
+def test_a_rank_that_left_by_an_exception_is_known_at_once_on_any_host() -> None:
+    """No kernel can tell of a process on another host; its goodbye can."""
+    groups = Groups(2)
+    groups.all[1].abandon()
+    begun = time.monotonic()
+    error = groups.each(lambda g: collect(g, timeout=20.0), 0)[0].error
+    assert isinstance(error, RankLost) and "it has left its manager" in str(error) and time.monotonic() - begun < 5
+    groups.close()
+
+
 def test_every_rank_says_goodbye_whether_it_closes_or_leaves_by_an_error() -> None:
     for leave in (lambda group: group.close(5.0), lambda group: group.abandon()):
         groups = Groups(2)
