@@ -52,7 +52,7 @@ def test_a_failure_is_raised_at_the_same_poll_once(world_seed: int, ranks: Calla
         behind = found.behind[rank]
         attends = watch_attends(behind)
         seen: list[Any] = []
-        ticks = 0
+        ticks, end = 0, time.monotonic() + 60.0
         for save in range(SAVES):
             found.save(rank, save)
             raised, step = 0, 0
@@ -71,7 +71,7 @@ def test_a_failure_is_raised_at_the_same_poll_once(world_seed: int, ranks: Calla
                     step = min(step, STEPS - 3)
                 assert behind.gate.place[0] == before + 1
                 step += 1
-                assert ticks < 5000
+                assert time.monotonic() < end, "a failure that is never raised"
             assert raised == 1
         assert len(attends) <= (lead + 3) * SAVES, "polls without news left the fast path"
         return seen
