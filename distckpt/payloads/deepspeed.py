@@ -306,7 +306,7 @@ def _write(writer: Any, state: Any, files: RankFiles, name: str) -> None:
     """One file, by DeepSpeed's own checkpoint engine; through our hands where it takes a file object."""
     kind = type(writer)
     if kind.__name__ == "TorchCheckpointEngine" and kind.__module__.startswith("deepspeed."):
-        with files.writer(name, exact=True) as out, torchfile.without_crc(out):
+        with files.writer(name, exact=True) as out, torchfile.without_crc(out.digest is not None):
             writer.save(state, out)
         path = out.path
     else:

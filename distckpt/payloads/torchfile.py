@@ -23,14 +23,14 @@ def write(value: Any, out: PieceWriter) -> None:
     manifest; so it is left out where there is a digest (``torch.load`` does not read it). The switch is torch's and
     belongs to the process: another thread's torch.save at the same moment may lack its CRC as well.
     """
-    with without_crc(out):
+    with without_crc(out.digest is not None):
         torch.save(value, as_file(out))
 
 
 @contextmanager
-def without_crc(out: PieceWriter) -> Iterator[None]:
-    """Inside, torch.save into ``out`` leaves the CRC out, if there is a digest. See ``write``."""
-    if out.digest is None:
+def without_crc(digested: bool) -> Iterator[None]:
+    """Inside, torch.save leaves the CRC out, if there is a digest of what it writes. See ``write``. No collectives inside."""
+    if not digested:
         yield
         return
     with _crc:

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts.benchmarks import background, core
+from scripts.benchmarks import background, core, frameworks
 from scripts.benchmarks.report import Row, table
 
-GROUPS = {"background": background.run, "core": core.run}
+GROUPS: dict[str, Callable[..., Iterator[Row]]] = {"background": background.run, "core": core.run, "frameworks": frameworks.run}
 
 
 def main() -> int:
@@ -21,13 +22,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run scenarios whose name holds this text")
     parser.add_argument("--dir", default=None, help="where to write (default: a directory beside the repository's build)")
     parser.add_argument("--json", default=None, help="write the rows to this file as well")
+    parser.add_argument("--size", type=int, default=None, help="MB of state of all ranks together (frameworks)")
     given = parser.parse_args()
+    if given.size is not None and (given.group != "frameworks" or given.size <= 0):
+        parser.error("--size is a number of MB, for frameworks")
+    options = {} if given.size is None else {"size": given.size}
     place = Path(given.dir or ".cache/bench").resolve()
     place.mkdir(parents=True, exist_ok=True)
     print(f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
           f"files in {place}")
     rows: list[Row] = []
-    for row in GROUPS[given.group](place, given.quick, given.only):
+    for row in GROUPS[given.group](place, given.quick, given.only, **options):
         rows.append(row)
         print(table([row], head=len(rows) == 1), flush=True)
     print(f"load at the end {os.getloadavg()[0]:.1f}")

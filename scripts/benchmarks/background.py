@@ -20,17 +20,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import distckpt
 from scripts.benchmarks.report import Row
+from scripts.benchmarks.rounds import Found, column, ranks, rotate, row
 from scripts.benchmarks.subjects import WORLD, Dcp, Ours, Times, Trainer, end_children, memcpy, share
-from tests.harness import run as run_ranks
-from tests.harness import values
 
 _FULL, _QUICK = 1 << 30, 64 << 20
 _ROOMY = 12 << 30
-_LIMIT = 900.0
-_ENOUGH = 200.0
 _KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
-
-Found = dict[str, list[Times]]
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
@@ -52,42 +47,6 @@ def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(target: Callable[..., Found], *args: Any) -> Found:
-    """Each round's figures, of its slowest rank."""
-    found = values(run_ranks(WORLD, target, *args, timeout=_LIMIT))
-    return {name: [tuple(map(max, zip(*ranks, strict=True))) for ranks in zip(*(f[name] for f in found), strict=True)]
-            for name in found[0]}
-
-
-def _column(found: Found, name: str, index: int = 0) -> list[float]:
-    return [times[index] for times in found[name]]
-
-
-def _row(name: str, found: Found, ours: str, theirs: str, index: int = 0, target: float | None = None, note: str = "") -> Row:
-    rounds = f"{len(found[ours])} rounds"
-    return Row(name, _column(found, ours, index), _column(found, theirs, index), target, f"{rounds}; {note}" if note else rounds)
-
-
-def _rotate(rank: int, variants: dict[str, Callable[[int], Times]], turns: int) -> Found:
-    """Run every variant once a round, in an order that moves on by one and turns round each time: on a busy machine the
-    scheduler favours who has waited before, so nobody may always follow the same one. The first round warms up.
-
-    A busy machine gets fewer rounds, at least two: as many as end in time.
-    """
-    names, late = list(variants), time.monotonic() + _ENOUGH
-    found: Found = {name: [] for name in names}
-    for turn in range(turns + 1):
-        shift = turn % len(names)
-        for name in (names[shift:] + names[:shift])[::-1 if turn % 2 else 1]:
-            dist.barrier()
-            found[name].append(variants[name](turn))
-        over = torch.tensor([float(time.monotonic() > late)])
-        dist.all_reduce(over)
-        if over.item() and turn >= 2:
-            break
-    return {name: times[1:] for name, times in found.items()}
-
-
 # -- the stall of a call -----------------------------------------------------------------------------------------------
 
 
@@ -96,16 +55,16 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
     with ExitStack() as stack:
         thread = Ours(stack, f"{place}/thread", distckpt.Shards(tensors))
         process = Ours(stack, f"{place}/process", distckpt.Shards(tensors), writer="process")
-        return _rotate(rank, {"memcpy": memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
+        return rotate({"memcpy": memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
 
 
 def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_stall_rank, place, size, 1 if quick else 11)
+    found = ranks(_stall_rank, place, size, 1 if quick else 11)
     shown = f"{size >> 20} MB, {WORLD} ranks"
     for writer in _KINDS:
         note = f"writer={writer!r}"
-        yield _row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note)
-        yield _row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note)
+        yield row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note)
+        yield row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note)
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
@@ -147,18 +106,18 @@ def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
         for which in (*order, "process") if not quick and turn < 3 else order:
             folder = f"{place}/{which}-{turn}"
             Path(folder).mkdir()
-            for name, times in _run(_first_rank, folder, size, turn, which).items():
+            for name, times in ranks(_first_rank, folder, size, turn, which).items():
                 found[name] += times
             shutil.rmtree(folder)
     shown = f"{size >> 20} MB"
-    yield _row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, 1.25,
+    yield row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, 1.25,
                "a fresh process each round; memory made by poll() while it trained")
-    yield _row("the same in CPU time of the training thread", found, "ours", "memcpy", 2, 1.25)
+    yield row("the same in CPU time of the training thread", found, "ours", "memcpy", 2, 1.25)
     for which in ("thread", "process") if not quick else ("thread",):
         count = len(found[which])
         part = {name: times[:count] for name, times in found.items()}
-        yield _row(f"first save returns, {shown} / first dcp.async_save, {which}", part, "ours", which)
-        yield _row(f"first save durable, {shown} / first dcp.async_save, {which}", part, "ours", which, 1)
+        yield row(f"first save returns, {shown} / first dcp.async_save, {which}", part, "ours", which)
+        yield row(f"first save durable, {shown} / first dcp.async_save, {which}", part, "ours", which, 1)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -191,20 +150,20 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> F
         step(None)
         copy = memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
             moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
-        return _rotate(rank, {"memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
+        return rotate({"memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
                               "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
 
 
 def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_overlap_rank, place, size, 1 if quick else 11)
+    found = ranks(_overlap_rank, place, size, 1 if quick else 11)
     shown = f"{size >> 20} MB"
     for index, what in enumerate(("call", "fence", "call + fence")):
-        yield _row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
+        yield row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
                    note="forward and backward stand between call and fence" if index == 1 else "")
-    yield _row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4)
-    yield _row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
+    yield row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4)
+    yield row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
     for how in ("overlap", "copy"):
-        yield _row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
+        yield row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
                    note="the writer works in it too")
 
 
@@ -222,19 +181,19 @@ def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick:
             if not quick:
                 variants[name] = Dcp(rank, f"{place}/{name}", tensors, kind)
         try:
-            return _rotate(rank, variants, turns)
+            return rotate(variants, turns)
         finally:
             end_children()
 
 
 def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_peers_rank, place, size, 1 if quick else 9, quick)
+    found = ranks(_peers_rank, place, size, 1 if quick else 9, quick)
     shown = f"{size >> 20} MB"
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
         label = {"sync": "our synchronous save", "dcp.save": "dcp.save"}.get(name, f"dcp.async_save, {name}")
-        yield _row(f"save returns, {shown} / {label}", found, "ours", name)
-        yield _row("the same in CPU time of the training thread", found, "ours", name, 2)
-        yield _row(f"save durable, {shown} / {label}", found, "ours", name, 1)
+        yield row(f"save returns, {shown} / {label}", found, "ours", name)
+        yield row("the same in CPU time of the training thread", found, "ours", name, 2)
+        yield row(f"save durable, {shown} / {label}", found, "ours", name, 1)
 
 
 # -- training beside a save --------------------------------------------------------------------------------------------
@@ -271,17 +230,17 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
         for name, kind in kinds.items():
             variants[f"dcp, {name}"] = beside(Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
         try:
-            return _rotate(rank, variants, turns)
+            return rotate(variants, turns)
         finally:
             end_children()
 
 
 def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = _run(_slowdown_rank, place, size, 1 if quick else 9, quick)
+    found = ranks(_slowdown_rank, place, size, 1 if quick else 9, quick)
     for name in found:
-        yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", _column(found, name, 0), _column(found, name, 1),
-                  note=f"in flight {sorted(_column(found, name, 3))[len(found[name]) // 2]:.2f} s")
+        yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", column(found, name, 0), column(found, name, 1),
+                  note=f"in flight {sorted(column(found, name, 3))[len(found[name]) // 2]:.2f} s")
     for ours in (n for n in found if n.startswith("ours")):
         for theirs in (n for n in found if n.startswith("dcp")):
-            yield _row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, note="stall + slower steps")
-            yield _row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4)
+            yield row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, note="stall + slower steps")
+            yield row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4)

@@ -46,19 +46,18 @@ def memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
     return once
 
 
-class Ours:
-    """A manager and what it saves, one checkpoint kept. Each call: (seconds in ``save``, until durable, of this thread's CPU
-    in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
+class Saver:
+    """A manager and a way to save by it: ``save(step, background=...)``. Each call: (seconds in ``save``, until durable, of this
+    thread's CPU in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
 
-    def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
-        self.manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
-        self.state = state
+    def __init__(self, manager: distckpt.CheckpointManager, save: Callable[..., Any]) -> None:
+        self.manager, self._save = manager, save
         self._step = 0
 
-    def begin(self, **how: Any) -> tuple[float, distckpt.SaveHandle]:
+    def begin(self, **how: Any) -> tuple[float, Any]:
         self._step += 1
         begun = time.perf_counter()
-        handle = self.manager.save(self._step, self.state, **how)
+        handle = self._save(self._step, **how)
         return time.perf_counter() - begun, handle
 
     def end(self) -> None:
@@ -70,9 +69,9 @@ class Ours:
 
     def background(self, turn: int) -> Times:
         begun, cpu = time.perf_counter(), time.thread_time()
-        stall, handle = self.begin(background=True)
+        stall, _ = self.begin(background=True)
         cpu = time.thread_time() - cpu
-        handle.result()
+        self.manager.wait()
         durable = time.perf_counter() - begun
         self.end()
         return stall, durable, cpu
@@ -83,6 +82,15 @@ class Ours:
         cpu = time.thread_time() - cpu
         self.end()
         return took, took, cpu
+
+
+class Ours(Saver):
+    """A manager and what it saves, one checkpoint kept."""
+
+    def __init__(self, stack: ExitStack, root: str, state: Any, **options: Any) -> None:
+        self.state = state
+        manager = stack.enter_context(distckpt.CheckpointManager(root, keep_last=1, **options))
+        super().__init__(manager, lambda step, **how: manager.save(step, state, **how))
 
 
 class Dcp:

@@ -19,6 +19,8 @@ from typing import IO, Any
 LIMIT = 60.0
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0", "TOKENIZERS_PARALLELISM": "false",
                "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "CUDA_VISIBLE_DEVICES": ""}
+EXTENSIONS = os.path.expanduser("~/.cache/distckpt-torch-extensions")
+"""Where DeepSpeed builds what it compiles, unless TORCH_EXTENSIONS_DIR says another place."""
 
 
 class Stage:
@@ -26,7 +28,7 @@ class Stage:
 
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
         environment = {**os.environ, **ENVIRONMENT, **(env or {})}
-        environment.setdefault("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/distckpt-torch-extensions"))
+        environment.setdefault("TORCH_EXTENSIONS_DIR", EXTENSIONS)
         self._process = subprocess.Popen([sys.executable, "-m", "tests.frameworks.stage", *modules], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

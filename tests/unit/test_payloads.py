@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -445,6 +447,17 @@ def test_plain_dcp_reads_our_directory(manager: Any, root: Path) -> None:
     state = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
     dcp.load(state, checkpoint_id=path)
     assert same(state["model"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("digest", ["xxh3-128", None])
+def test_dcp_computes_no_crc_of_what_is_digested(digest: str | None, root: Path, no_open_roots: None) -> None:
+    """It costs as much as the writing itself. Without a digest it is all the protection that a file has."""
+    with distckpt.CheckpointManager(str(root), digest=digest) as manager:
+        path = manager.save(1, DCP(state={"t": torch.ones(64)})).path
+    written = (Path(path) / "__0_0.distcp").read_bytes()
+    with zipfile.ZipFile(io.BytesIO(written)) as archive:
+        sums = {entry.CRC for entry in archive.infolist()}
+    assert (sums == {0}) == (digest is not None)
 
 
 def test_dcp_takes_tensors_stateful_objects_and_numbers_besides_the_model(manager: Any) -> None:
