@@ -247,9 +247,15 @@ class FaultyFiles(Files):
         if any(fault.kind == "short" for fault in due):
             assert isinstance(run, _Write), f"{op} cannot be short"
             run = run.half
-        result = skipped if any(fault.kind == "skip" for fault in due) else run()
-        if any(fault.kind == "again" for fault in due):
-            result = run()
+        try:
+            result = skipped if any(fault.kind == "skip" for fault in due) else run()
+            if any(fault.kind == "again" for fault in due):
+                result = run()
+        except OSError:
+            for fault in due:
+                if fault.after and fault.kind == "kill":  # the others need an operation that happened
+                    self._strike(fault, operation)
+            raise
         for fault in due:
             if fault.after:
                 self._strike(fault, operation)

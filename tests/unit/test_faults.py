@@ -23,6 +23,7 @@ from distckpt.testing.faults import (
     die,
     fail,
     from_environment,
+    kill,
     lie,
     refuse,
     shorten,
@@ -153,3 +154,12 @@ def test_the_environment_is_quiet_by_default_and_strict_when_set() -> None:
     assert from_environment(REAL, {}) is REAL
     with pytest.raises(ValueError, match="kill:<n>"):
         from_environment(REAL, {ENVIRONMENT: "kill:0"})
+
+
+def test_a_kill_after_an_operation_that_failed_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append(number))
+    files = FaultyFiles(CrashFiles("/d"), kill(op="mkdir", after=True))
+    with pytest.raises(FileExistsError):
+        files.mkdir("/d")
+    assert killed == [signal.SIGKILL]
