@@ -18,9 +18,8 @@ LIES = ("open", "write", "fsync", "close", "overwrite", "append", "fsync_file", 
 """A disk that says yes and did nothing. No file system lies about names it has taken, moved or removed."""
 SLOW = 0.3
 
-CALLS = {"fsync": ("fsync", "fsync_file", "fsync_dir"), "mkdir": ("mkdir",), "rename": ("rename",), "unlink": ("unlink",),
-         "rmdir": ("rmdir",)}
-"""System calls, and the operations that are one each."""
+CALLS = {"fsync": ("fsync", "fsync_file", "fsync_dir"), "mkdir": ("mkdir",), "rename": ("rename",)}
+"""System calls, and the operations that are one each. A removal is one of two, by its path or below a descriptor."""
 
 KINDS = ("error", "late error", "read error", "kill", "kill after", "stop", "short", "partial", "lie", "slow")
 
