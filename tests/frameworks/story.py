@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import distckpt
 from distckpt.durable import REAL
 from distckpt.options import Seams
 from distckpt.testing.faults import Fault, FaultyFiles, Operation, call
@@ -86,6 +87,23 @@ def digest(state: Any) -> str:
 
     feed("", state)
     return found.hexdigest()
+
+
+def loop(job: Job, state: Any, step: Callable[[], None]) -> int:
+    """What an adapter that is a payload trains and saves by: ``step`` until ``job.steps``. The step it went on from."""
+    if not job.root:
+        for _ in range(job.steps):
+            step()
+        return 0
+    with distckpt.CheckpointManager(job.root, save_every=job.every, keep_last=job.keep_last, seams=job.seams) as manager:
+        started = done = manager.restore(state) or 0
+        while done < job.steps:
+            if manager.poll(done).save:
+                manager.save(done, state, background=job.background)
+            step()
+            done += 1
+        manager.save(done, state, on_exists="skip")
+    return started
 
 
 class Story:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 import distckpt
 from tests.frameworks.stage import Stage
-from tests.frameworks.story import Job, Story, Told, digest
+from tests.frameworks.story import Job, Story, Told, digest, loop
 
 
 def train(rank: int, world: int, job: Job) -> Told:
@@ -39,20 +39,7 @@ def train(rank: int, world: int, job: Job) -> Told:
         moments = [{k: getattr(v, "_local_tensor", v) for k, v in state.items()} for state in optimizer.state.values()]
         return Told(started, digest([pieces, moments, scheduler.state_dict(), torch.rand(1)]))
 
-    if not job.root:
-        for _ in range(job.steps):
-            step()
-        return end(0)
-    state = distckpt.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, rng=True)
-    with distckpt.CheckpointManager(job.root, save_every=job.every, keep_last=job.keep_last, seams=job.seams) as manager:
-        started = done = manager.restore(state) or 0
-        while done < job.steps:
-            if manager.poll(done).save:
-                manager.save(done, state, background=job.background)
-            step()
-            done += 1
-        manager.save(done, state, on_exists="skip")
-    return end(started)
+    return end(loop(job, distckpt.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, rng=True), step))
 
 
 @pytest.fixture(scope="module")

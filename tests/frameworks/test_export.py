@@ -18,22 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import distckpt
 from distckpt.cli import export
-from distckpt.cli.main import main
 from distckpt.durable import REAL
 from distckpt.testing.faults import FaultyFiles, fail
 from tests.frameworks.stage import Stage
-from tests.support import Answer, Command
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Command:
-    def run(*argv: object) -> Answer:
-        capfd.readouterr()
-        code = main([str(a) for a in argv])
-        seen = capfd.readouterr()
-        return Answer(code, seen.out, seen.err)
-
-    return run
+from tests.support import Command
 
 
 @pytest.fixture(scope="module")

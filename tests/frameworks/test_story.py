@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distckpt
 from tests.frameworks.stage import Stage
-from tests.frameworks.story import Job, Story, Told, digest
+from tests.frameworks.story import Job, Story, Told, digest, loop
 
 
 def train(rank: int, world: int, job: Job) -> Told:
@@ -29,20 +29,7 @@ def train(rank: int, world: int, job: Job) -> Told:
     def end(started: int) -> Told:
         return Told(started, digest([net.state_dict(), optimizer.state_dict()]))
 
-    if not job.root:
-        for _ in range(job.steps):
-            step()
-        return end(0)
-    state = distckpt.TrainState(model=model, optimizer=optimizer, rng=True)
-    with distckpt.CheckpointManager(job.root, save_every=job.every, keep_last=job.keep_last, seams=job.seams) as manager:
-        started = done = manager.restore(state) or 0
-        while done < job.steps:
-            if manager.poll(done).save:
-                manager.save(done, state, background=job.background)
-            step()
-            done += 1
-        manager.save(done, state, on_exists="skip")
-    return end(started)
+    return end(loop(job, distckpt.TrainState(model=model, optimizer=optimizer, rng=True), step))
 
 
 @pytest.fixture(scope="module")
