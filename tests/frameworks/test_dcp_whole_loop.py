@@ -1,5 +1,6 @@
 """All that a real loop holds, by TrainState and DCP, on real gloo ranks: tied and frozen parameters, mixed precision, two
-optimizers with their schedulers, a loss scale, an average of the weights. It comes back on 4, 2 and 1 ranks."""
+optimizers with their schedulers, a loss scale, an average of the weights. It comes back on 4, 2 and 1 ranks; sharded and
+replicated at once (HSDP), too."""
 
 from __future__ import annotations
 
@@ -48,8 +49,11 @@ class Loop:
         torch.manual_seed(seed)
         model: Any = Tied()
         half = torch.bfloat16
-        if kind == "fsdp2":
-            fully_shard(model, mesh=init_device_mesh("cpu", (world,)), mp_policy=MixedPrecisionPolicy(param_dtype=half))
+        if kind in ("fsdp2", "hsdp"):
+            replicas = min(world, 2)
+            mesh = init_device_mesh("cpu", (world,)) if kind == "fsdp2" else init_device_mesh(
+                "cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+            fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=half))
         elif kind == "fsdp1":
             how: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True,
                                    "mixed_precision": MixedPrecision(param_dtype=half)}
@@ -63,7 +67,7 @@ class Loop:
                            torch.optim.SGD([p for name, p in named if "block" in name], lr=0.1, momentum=0.9)]
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        if kind == "fsdp2":
+        if kind in ("fsdp2", "hsdp"):
             self.average: Any = {name: p.detach().clone() for name, p in model.named_parameters()}
         elif kind == "ddp":
             self.average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -103,7 +107,7 @@ class Loop:
                        [s.state_dict() for s in self.schedulers]])
 
 
-KINDS = ["fsdp2", "fsdp1", "ddp"]
+KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp"]
 
 
 def _go_on(rank: int, world: int, folder: str, first: int, last: int) -> dict[str, tuple[str, str, int]]:
@@ -121,7 +125,7 @@ def _go_on(rank: int, world: int, folder: str, first: int, last: int) -> dict[st
                 loop.step(step)
             manager.save(last, loop.state(), background=bool(last % 2))
             module: Any = loop.model
-            assert module.head.weight is module.embedding.weight if kind == "fsdp2" else True
+            assert module.head.weight is module.embedding.weight if kind in ("fsdp2", "hsdp") else True
             found[kind] = before, loop.digest(), int(get_model_state_dict(loop.model)["seen"])
         dist.barrier()
     return found
