@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
 from typing import Any
 
 from distckpt import catalog, digest, trust
@@ -23,6 +25,9 @@ from distckpt.ordered import fsync_tree_dirs, replace, walk
 from distckpt.owned import OwnedRoot
 
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
+# A file of every rank, as frameworks name theirs, and the fewest ranks that do so: Transformers numbers from two on.
+_THEIRS = ((re.compile(r"(?:.*/)?rng_state_(\d{1,5})\.pth"), 2), (re.compile(r"(?:.*/)?random_states_(\d{1,5})\.pkl"), 1),
+           (re.compile(r"(?:.*/)?(?:bf16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt"), 1))
 _KINDS = {"link": "symlink", "other": "special file"}
 
 
@@ -105,20 +110,35 @@ def _listing(files: Files, directory: str, name: str) -> list[tuple[str, int]]:
 
 def _world(name: str, paths: list[str]) -> int:
     """How many ranks saved it, by the names of their files; 1 where they tell nothing."""
-    seen = {(int(rank), int(world)) for path in paths for rank, world in _RANK.findall(path)}
-    worlds = {world for _, world in seen}
-    if not worlds:
+    told = _told(paths)
+    if not told:
         return 1
-    if len(worlds) > 1:
-        raise _no(name, f"its file names tell of saves by {' and by '.join(str(w) for w in sorted(worlds))} ranks",
+    if len(told) > 1:
+        raise _no(name, f"its file names tell of saves by {' and by '.join(map(str, sorted(told)))} ranks",
                   "it mixes several saves: leave it")
-    world = worlds.pop()
-    missing = sorted(set(range(world)) - {rank for rank, _ in seen})
+    (world, missing), = told.items()
     if missing:
-        some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        some = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
         raise _no(name, f"its file names tell of {world} ranks, and there is no file of rank {some}", "it is incomplete: "
                   "leave it")
     return world
+
+
+def _told(paths: list[str]) -> dict[int, list[str]]:
+    """The numbers of ranks that file names tell of, and for each some ranks that have no file."""
+    told: dict[int, list[str]] = {}
+    ours = {(int(rank), int(world)) for path in paths for rank, world in _RANK.findall(path)}
+    for world in {world for _, world in ours}:
+        told[world] = [str(rank) for rank in range(world) if (rank, world) not in ours]
+    for pattern, least in _THEIRS:
+        numbers = {tuple(map(int, match.groups())) for path in paths if (match := pattern.fullmatch(path)) is not None}
+        if not numbers:
+            continue
+        sides = [1 + max(column) for column in zip(*numbers, strict=True)]
+        sides[0] = max(sides[0], least)
+        lacking = (" mp ".join(map(str, number)) for number in product(*map(range, sides)) if number not in numbers)
+        told.setdefault(prod(sides), []).extend(islice(lacking, 9))
+    return told
 
 
 def build(candidate: Candidate, digests: Mapping[str, str], *, attempt: str, branch: str, run: str, generation: int, time: float,

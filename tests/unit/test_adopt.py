@@ -48,6 +48,31 @@ def test_file_names_tell_the_ranks() -> None:
     assert "saves by 3 and by 4 ranks" in refusal(disk_with(**dict.fromkeys([*names, "o.rank-00000-of-00004.pt"], b"x")))
 
 
+@pytest.mark.parametrize(("names", "world"), [
+    (["rng_state_0.pth", "rng_state_1.pth"], 2),
+    (["rng_state.pth"], 1),
+    (["random_states_0.pkl"], 1),
+    (["random_states_0.pkl", "random_states_1.pkl", "random_states_2.pkl"], 3),
+    ([f"global_step4/bf16_zero_pp_rank_{r}_mp_rank_0{m}_optim_states.pt" for r in range(2) for m in range(2)], 4),
+    (["rng_state_0.pth", "rng_state_1.pth", *(f"g/zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(2))], 2),
+])
+def test_frameworks_own_file_names_tell_the_ranks_too(names: list[str], world: int) -> None:
+    """A Trainer's directory of two ranks is resumed by two; by its files' number of one it would be a WorldMismatch."""
+    assert examine(disk_with(**dict.fromkeys([*names, "model.safetensors"], b"x")), LAYOUT, STEP, RUN, "step-100").world == world
+
+
+@pytest.mark.parametrize(("names", "text"), [
+    (["rng_state_0.pth"], "2 ranks, and there is no file of rank 1;"),
+    (["rng_state_99999.pth"], "100000 ranks, and there is no file of rank 0, 1, 2, 3, 4, 5, 6, 7 ...;"),
+    (["random_states_1.pkl"], "2 ranks, and there is no file of rank 0;"),
+    (["zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states.pt"],
+     "4 ranks, and there is no file of rank 0 mp 1, 1 mp 0;"),
+    (["rng_state_0.pth", "rng_state_1.pth", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "saves by 1 and by 2 ranks"),
+])
+def test_a_directory_that_lacks_a_ranks_file_of_a_framework_is_refused(names: list[str], text: str) -> None:
+    assert text in refusal(disk_with(**dict.fromkeys(names, b"x")))
+
+
 def test_what_speaks_against_it_refuses_it() -> None:
     assert "it is not named like 'step-{step}'" in refusal(disk_with("other-1"), "other-1")
     assert "does not exist" in refusal(disk_with(), "step-7")
