@@ -108,9 +108,10 @@ def loop(job: Job, state: Any, step: Callable[[], None]) -> int:
 
 class Story:
     def __init__(self, stage: Stage, train: Train, folder: Path, naming: str = "step-{step}", limit: float = 60.0,
-                 extra: dict[str, Any] | None = None) -> None:
+                 extra: dict[str, Any] | None = None, tools: tuple[str, ...] = ()) -> None:
+        """``tools``: scripts that the framework drops beside its checkpoints, and that the root is to have once."""
         self._stage, self._train, self._folder, self._naming, self._limit = stage, train, folder, naming, limit
-        self._extra = extra or {}
+        self._extra, self._tools = extra or {}, tools
 
     def plain(self) -> list[str]:
         """What every rank ends with when nothing is ever saved."""
@@ -119,12 +120,13 @@ class Story:
         return [t.final for t in told]
 
     def saved(self, plain: list[str], background: bool) -> Path:
-        """With saves, and no accident; the root, with the last two of three checkpoints."""
+        """With saves, and no accident; the root, with the last two of three checkpoints and nothing of the first, whatever its
+        framework put beside it."""
         root = self._root("saved", background)
         told = self._stage.values(WORLD, self._train, self._job(root, background), limit=self._limit)
         assert [t.final for t in told] == plain, "saving changed what was trained"
-        standing = sorted(p.name for p in root.iterdir() if (p / "commit.json").exists())
-        assert standing == sorted(map(self._name, (FATAL, STEPS)))
+        left = sorted(p.name for p in root.iterdir())
+        assert left == sorted([".distckpt", "latest", *self._tools, self._name(FATAL), self._name(STEPS)]), left
         return root
 
     def whole(self, plain: list[str], background: bool) -> Path:

@@ -25,8 +25,8 @@ def stage() -> Iterator[Stage]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_killed_in_a_save_it_goes_on_to_the_same_bits(stage: Stage, tmp_path: Path, zero: int) -> None:
-    story = Story(stage, dsranks.train, tmp_path, extra={"stage": zero}, limit=90)
+    tools = ("zero_to_fp32.py", "zero_to_torch.py") if zero else ()
+    story = Story(stage, dsranks.train, tmp_path, extra={"stage": zero}, limit=90, tools=tools)
     plain = story.plain()
     for background in (False, True):
-        root = story.whole(plain, background)
-        assert (root / "zero_to_fp32.py").exists() == (zero > 0)
+        story.whole(plain, background)

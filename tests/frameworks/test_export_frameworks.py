@@ -1,0 +1,97 @@
+"""``distckpt export`` of what Accelerate, Transformers and Lightning wrote, on two ranks of the real frameworks: the weights that
+were in the model, under the names that the framework stored them by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import distckpt
+from tests.frameworks.stage import Stage
+from tests.frameworks.story import Job
+from tests.support import Command
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+
+pytestmark = pytest.mark.xdist_group("export")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers",
+                  "distckpt.integrations.accelerate", "tests.frameworks.lightning_job")
+    yield found
+    found.close()
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            for name, value in model.state_dict().items()}
+
+
+def by_accelerate(rank: int, world: int, root: str, kind: str) -> dict[str, torch.Tensor]:
+    from distckpt.integrations.accelerate import Checkpointing
+    from tests.frameworks.test_accelerate import prepared
+
+    accelerator, model, optimizer, _ = prepared(rank, kind)
+    accelerator.backward(model(torch.randn(4, 8)).square().mean())
+    optimizer.step()
+    with distckpt.CheckpointManager(root) as manager:
+        Checkpointing(accelerator, manager).save(1)
+    return _whole(model)
+
+
+def by_trainer(rank: int, world: int, root: str, kind: str) -> dict[str, torch.Tensor]:
+    from tests.frameworks.test_transformers import made
+
+    trainer = made(root, Job(), max_steps=2)
+    trainer.train()
+    return _whole(trainer.model)
+
+
+def by_lightning(rank: int, world: int, root: str, kind: str) -> dict[str, torch.Tensor]:
+    from distckpt.integrations.lightning import Checkpointing
+    from tests.frameworks.lightning_nets import Loader, Net, Sharded, trainer_of
+
+    checkpointing = Checkpointing(root)
+    trainer = trainer_of(kind, world, 2, checkpointing)
+    net = Sharded() if kind.startswith("fsdp2") else Net()
+    trainer.fit(net, Loader(rank), ckpt_path=checkpointing.ckpt_path)
+    found = _whole(net)
+    dist.barrier()
+    return found
+
+
+WRITERS = {"accelerate": by_accelerate, "trainer": by_trainer, "lightning": by_lightning}
+
+
+@pytest.mark.parametrize(("writer", "kind", "said"), [
+    ("accelerate", "ddp", "model (Transformers)"),
+    ("accelerate", "fsdp2", "pytorch_model_fsdp_0/model (DCP)"),
+    ("accelerate", "fsdp-full", "pytorch_model_fsdp (Transformers)"),
+    ("trainer", "ddp", "model (Transformers)"),
+    ("lightning", "ddp", "state_dict (Lightning)"),
+    ("lightning", "fsdp2", "checkpoint.ckpt/state_dict (DCP)"),
+    ("lightning", "fsdp2-full", "state_dict (Lightning)"),
+])
+def test_what_a_framework_saved_is_exported_as_it_stood_in_the_model(
+        writer: str, kind: str, said: str, stage: Stage, command: Command, tmp_path: Path) -> None:
+    root, out = tmp_path / "root", tmp_path / "m.safetensors"
+    first, second = stage.values(2, WRITERS[writer], str(root), kind)
+    told = command("export", root, out)
+    assert told.code == 0, told.err
+    assert f": {said}, " in told.out, told
+    found = load_file(out)
+    for name, value in found.items():
+        name = name if name in first else f"module.{name}"
+        assert torch.equal(value, first[name]) and torch.equal(value, second[name]), name
+    tied = {"lm_head.weight"} if writer == "trainer" else set()
+    assert len(found) == len(first) - len(tied & set(first)), (sorted(found), sorted(first))

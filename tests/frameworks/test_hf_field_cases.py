@@ -1,0 +1,197 @@
+"""Transformers' Trainer where its own checkpoints go wrong in public (FIELD_CASES): other storage, other hosts, hooks, directories
+that it wrote without us, and the end of a run on the Hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distckpt
+from distckpt.durable import Files, Item
+from distckpt.errors import ConfigError, MemberMissing
+from distckpt.options import Seams, Timeouts
+from distckpt.runtime import Identity, SystemRuntime
+from tests.frameworks.stage import Stage
+from tests.frameworks.story import Job, Told
+from tests.frameworks.test_transformers import arguments, examples, final, made, tiny, train
+from tests.support import Command
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.xdist_group("transformers")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
+    yield found
+    found.close()
+
+
+# -- several hosts -------------------------------------------------------------------------------------------------------
+
+
+class On(SystemRuntime):
+    """This rank runs on another host."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        self._host = host
+
+    def identity(self) -> Identity:
+        return replace(super().identity(), host=self._host)
+
+
+class Elsewhere(Files):
+    """A disk of this host's own under the same path."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def scan(self, path: str) -> list[Item]:
+        return super().scan(path.replace(self._root, f"{self._root}.node-1"))
+
+
+def nodes(rank: int, world: int, root: str) -> list[str]:
+    """What is told on two hosts with disks of their own, and on two that share one, with save_on_each_node."""
+    told = []
+    os.makedirs(f"{root}.node-1/.distckpt/staging/1", exist_ok=True)
+    apart = Seams(files=Elsewhere(root), runtime=On("node-1")) if rank == 1 else Seams()
+    shared = Seams(runtime=On(f"node-{rank}"))
+    for seams, options in ((apart, {}), (shared, {"save_on_each_node": True})):
+        trainer = made(root, Job(seams=seams, extra={"manager": {"timeouts": Timeouts(visible=0.3)}}), **options)
+        with pytest.raises(ConfigError) as caught:
+            trainer.train()
+        told.append(str(caught.value))
+        assert trainer.state.global_step == 0 and not list(Path(root).glob("checkpoint-*"))
+    made(root, Job(), save_on_each_node=True, max_steps=2).train()
+    return told
+
+
+def test_B34_disks_of_each_nodes_own_are_refused_before_the_first_step(stage: Stage, tmp_path: Path) -> None:
+    """Trainer would leave the other nodes' shards under another name for ever. On one host ``save_on_each_node`` says nothing."""
+    root = tmp_path / "root"
+    for apart, each in stage.values(2, nodes, str(root)):
+        assert "rank 1 on node-1 does not see what rank 0 wrote there: the root is not on storage that all hosts share" in apart
+        assert "save_on_each_node=True is for disks of each node's own, and all 2 hosts share" in each and "leave it out" in each
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= set(os.listdir(root / "checkpoint-2"))
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+def hooked(rank: int, world: int, root: str) -> dict[str, Any]:
+    """A hook on all ranks may communicate; one on rank 0 runs there alone."""
+    from transformers import TrainerCallback
+
+    seen: dict[str, list[Any]] = {"all": [], "rank0": []}
+
+    class Register(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            trainer.manager.on_commit(collective, ranks="all")
+            trainer.manager.on_commit(lambda record: seen["rank0"].append(record.step))
+
+    def collective(record: distckpt.CommitRecord) -> None:
+        """As a forward of a model that is spread over the ranks is."""
+        found = torch.tensor(float(rank + 1))
+        dist.all_reduce(found)
+        seen["all"].append((record.step, float(found)))
+
+    trainer = made(root, Job(), max_steps=4)
+    trainer.add_callback(Register())
+    trainer.train()
+    return seen
+
+
+def test_B58_a_hook_that_communicates_is_for_all_ranks_and_says_so(stage: Stage, tmp_path: Path) -> None:
+    first, second = stage.values(2, hooked, str(tmp_path / "root"), limit=60)
+    assert first["all"] == second["all"] == [(2, 3.0), (4, 3.0)]
+    assert (first["rank0"], second["rank0"]) == ([2, 4], [])
+
+
+# -- what Trainer wrote by itself ----------------------------------------------------------------------------------------
+
+
+def by_itself(rank: int, world: int, root: str) -> None:
+    from transformers import Trainer
+
+    Trainer(model=tiny(), args=arguments(root), train_dataset=examples()).train()
+
+
+def goes_on(rank: int, world: int, root: str) -> Told:
+    trainer = made(root, Job())
+    trainer.train(resume_from_checkpoint=True)
+    return Told(trainer._initial_global_step, final(trainer.model))
+
+
+def without_random_states(rank: int, world: int, root: str) -> None:
+    """A loop of somebody's own has committed Trainer's files, but not all of them."""
+    with distckpt.CheckpointManager(root) as manager, manager.saving(5) as files:
+        for path in sorted(Path(root, "checkpoint-4").iterdir()):
+            if path.name not in ("rng_state_1.pth", "commit.json") and files.writes(path.name):
+                shutil.copy(path, files.shared(path.name))
+    trainer = made(root, Job())
+    with pytest.raises(MemberMissing, match=r"checkpoint-5 has no rng_state_1\.pth: that rank's random states were never") as told:
+        trainer.train(resume_from_checkpoint=True)
+    assert told.value.members == ["rng_state_1.pth"] and trainer.state.global_step == 0
+
+
+def test_a_directory_of_trainers_own_is_adopted_whole_or_not_and_missing_random_states_are_an_error(
+        stage: Stage, command: Command, tmp_path: Path) -> None:
+    """Trainer itself goes on with other random numbers, and says so at INFO."""
+    root = tmp_path / "root"
+    stage.values(2, by_itself, str(root))
+    shutil.rmtree(root / "checkpoint-6")
+    (root / "checkpoint-2" / "rng_state_1.pth").unlink()
+    said = command("adopt", root, "checkpoint-2", "--naming", "checkpoint-{step}")
+    assert said.code == 1 and "its file names tell of 2 ranks, and there is no file of rank 1" in said.err, said
+    said = command("adopt", root, "checkpoint-4", "--naming", "checkpoint-{step}")
+    assert said.code == 0 and "2 ranks" in said.out, said
+    plain = stage.values(2, train, Job())
+    stage.values(2, without_random_states, str(root))
+    shutil.rmtree(root / "checkpoint-5")
+    assert stage.values(2, goes_on, str(root)) == [Told(4, one.final) for one in plain]
+
+
+# -- the Hub -------------------------------------------------------------------------------------------------------------
+
+
+def pushed(rank: int, world: int, root: str) -> list[str]:
+    """``push_to_hub`` at the end; the network is not there, and what would have been sent is."""
+    import huggingface_hub
+    from huggingface_hub import _upload_pipeline
+
+    sent: list[str] = []
+
+    def send(api: Any, *ignored: Any, **told: Any) -> None:
+        for operation in told.get("add_operations") or told["operations"]:
+            assert os.path.exists(operation.path_or_fileobj)
+            sent.append(operation.path_in_repo)
+
+    _upload_pipeline.pipelined_upload = send
+    huggingface_hub.HfApi.create_commit = send
+    huggingface_hub.HfApi._validate_yaml = lambda self, *args, **ignored: None
+    huggingface_hub.HfApi.create_repo = lambda self, *args, **ignored: huggingface_hub.RepoUrl("https://huggingface.co/x/y")
+    trainer = made(root, Job(), hub_model_id="x/y", max_steps=2)
+    trainer.train()
+    trainer.push_to_hub()
+    return sent
+
+
+def test_the_push_at_the_end_takes_the_model_and_of_ours_one_line(stage: Stage, tmp_path: Path) -> None:
+    """``latest`` goes along: a file of the same name is DeepSpeed's in the checkpoints, which an upload must not leave out, and
+    it says a directory's name and nothing else."""
+    root = tmp_path / "root"
+    sent, none = stage.values(2, pushed, str(root))
+    assert none == [] and {"model.safetensors", "config.json", "README.md", "latest"} <= set(sent)
+    assert not [name for name in sent if "distckpt" in name or name.startswith("checkpoint-") or "commit.json" in name], sent
+    assert (root / "latest").read_text() == "checkpoint-2\n" and (root / ".distckpt" / "root.json").exists()
