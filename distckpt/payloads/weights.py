@@ -23,10 +23,11 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, DistckptError, ExportError
 from distckpt.payloads import torchfile
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
+from distckpt.payloads.lightning import NAME as LIGHTNING
 
 _RANKS = re.compile(r"(?P<stem>.+)\.rank-(?P<rank>\d{5})-of-(?P<world>\d{5})(?P<suffix>\.pt|\.safetensors)")
-_FILES = re.compile(r"(?P<stem>(pytorch_|adapter_)?model(_\d+)?)(-\d{5}-of-\d{5})?(?P<suffix>\.safetensors|\.bin)")
-_OPTIMIZER = re.compile(r"optimizer(-\d+)?|members")
+_FILES = re.compile(r"(?P<stem>(pytorch_|adapter_)?model(_fsdp)?(_\d+)?)(-\d{5}-of-\d{5})?(?P<suffix>\.safetensors|\.bin)")
+_OPTIMIZER = re.compile(r"optimizer([-_]\d+)?|members")
 _PIECES = re.compile(r"layer_\d+.*model_states\.pt")
 
 
@@ -62,7 +63,9 @@ def parts(checkpoint: Checkpoint) -> list[Part]:
         elif match is not None and int(match["rank"]) == 0 and not _OPTIMIZER.fullmatch(match["stem"]):
             found.append(Part(_joined(folder, match["stem"]), "Shards", folder, match["stem"] + match["suffix"]))
         elif whole is not None:
-            found.append(Part(_joined(folder, whole["stem"]), "Transformers", folder, whole["stem"]))
+            found.append(Part(_joined(folder, whole["stem"]), "Hugging Face", folder, whole["stem"]))
+        elif file == LIGHTNING:
+            found.append(Part(_joined(path, "state_dict"), "Lightning", folder, "state_dict"))
     found = list(dict.fromkeys(found))  # of several files one part
     return found + [Part(_joined(folder, "module"), "DeepSpeed", folder, "") for folder in sorted(engines)]
 
@@ -71,8 +74,9 @@ def choose(checkpoint: Checkpoint, name: str | None) -> Part:
     """The part ``name``, or the only one, or the only one called ``model``; ExportError or ConfigError naming those there are."""
     found = parts(checkpoint)
     if not found:
-        raise ExportError(f"{checkpoint.name}: nothing in it is known to hold weights: export reads what TrainState, DCP, Shards "
-                          f"and DeepSpeed wrote; its files are {', '.join(e.path for e in checkpoint.marker.files[:5])}")
+        raise ExportError(f"{checkpoint.name}: nothing in it is known to hold weights: export reads what TrainState, DCP, Shards, "
+                          "DeepSpeed, Accelerate, Transformers and Lightning wrote; its files are "
+                          f"{', '.join(e.path for e in checkpoint.marker.files[:5])}")
     wanted = [part for part in found if part.name == name] if name is not None else found
     if len(wanted) > 1:
         wanted = [part for part in found if part.name.rpartition("/")[2] == "model"]
@@ -92,7 +96,9 @@ def read(checkpoint: Checkpoint, part: Part, rank: int | None = None) -> Weights
             return _of_dcp(here, part)
         if part.kind == "Shards":
             return _of_shards(here, part, rank)
-        return _of_files(here, part) if part.kind == "Transformers" else _of_deepspeed(here, part)
+        if part.kind == "Lightning":
+            return _of_lightning(here, part)
+        return _of_files(here, part) if part.kind == "Hugging Face" else _of_deepspeed(here, part)
     except (DistckptError, OSError):
         raise
     except Exception as error:  # the framework's own readers raise whatever they meet
@@ -136,6 +142,13 @@ def _of_files(checkpoint: Checkpoint, part: Part) -> Weights:
         match = _FILES.fullmatch(path)
         if match is not None and match["stem"] == part.key:
             _gather(found, _state_of(checkpoint, path), part, None, {})
+    return found
+
+
+def _of_lightning(checkpoint: Checkpoint, part: Part) -> Weights:
+    """The model's state in the one file that Lightning writes on rank 0."""
+    found = Weights()
+    _gather(found, _state_of(checkpoint, LIGHTNING)[part.key], part, None, {})
     return found
 
 

@@ -98,7 +98,8 @@ def _fail(rank: int, world: int, root: str, kind: str, background: bool) -> dict
     with distckpt.CheckpointManager(root, keep_last=2) as manager:
         loop = Loop(kind, world)
         FileSystemWriter.write_data = count  # type: ignore[method-assign]
-        manager.save(1, loop.state)
+        manager.save(1, loop.state, background=background)
+        manager.wait()
         FileSystemWriter.write_data = serialised  # type: ignore[method-assign]
         found["written"] = list(written)
         for what, (owner, name, instead, where, _) in _faults().items():

@@ -74,13 +74,13 @@ WRITERS = {"accelerate": by_accelerate, "trainer": by_trainer, "lightning": by_l
 
 
 @pytest.mark.parametrize(("writer", "kind", "said"), [
-    ("accelerate", "ddp", "model (Transformers)"),
+    ("accelerate", "ddp", "model (Hugging Face)"),
     ("accelerate", "fsdp2", "pytorch_model_fsdp_0/model (DCP)"),
-    ("accelerate", "fsdp-full", "pytorch_model_fsdp (Transformers)"),
-    ("trainer", "ddp", "model (Transformers)"),
-    ("lightning", "ddp", "state_dict (Lightning)"),
+    ("accelerate", "fsdp-full", "pytorch_model_fsdp (Hugging Face)"),
+    ("trainer", "ddp", "model (Hugging Face)"),
+    ("lightning", "ddp", "checkpoint.ckpt/state_dict (Lightning)"),
     ("lightning", "fsdp2", "checkpoint.ckpt/state_dict (DCP)"),
-    ("lightning", "fsdp2-full", "state_dict (Lightning)"),
+    ("lightning", "fsdp2-full", "checkpoint.ckpt/state_dict (Lightning)"),
 ])
 def test_what_a_framework_saved_is_exported_as_it_stood_in_the_model(
         writer: str, kind: str, said: str, stage: Stage, command: Command, tmp_path: Path) -> None:

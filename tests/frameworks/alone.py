@@ -1,0 +1,207 @@
+"""A program that knows no distckpt: two ranks of each framework read, by its own loader, what stands at the paths it is given.
+
+    python -m tests.frameworks.alone OUT accelerate=PATH transformers=PATH deepspeed=ROOT ddp=PATH fsdp2=PATH fsdp1=PATH
+
+Writes ``OUT.<name>.<rank>``: a digest of what each rank has then. The nets are here as well, for the ranks that save them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+WORLD = 2
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+
+def said(*states: Any) -> str:
+    """Of all tensors and numbers in these states, to the last bit."""
+    found = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                feed(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                feed(item)
+        elif isinstance(value, torch.Tensor):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, (int, float, str)):
+            found.update(repr(value).encode())
+
+    for state in states:
+        feed(state)
+    return found.hexdigest()
+
+
+# -- the frameworks ------------------------------------------------------------------------------------------------------
+
+
+def accelerated() -> tuple[Any, Any, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    module = net()
+    return accelerator, *accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+
+
+def of_accelerated(model: Any, optimizer: Any) -> str:
+    return said(model.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+
+
+def accelerate(path: str) -> str:
+    accelerator, model, optimizer = accelerated()
+    accelerator.load_state(path)
+    return of_accelerated(model, optimizer)
+
+
+def tiny() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.2))
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(5)
+    return [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8), generator=made)]
+
+
+def arguments(root: str, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**{"output_dir": root, "max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2,
+                                "use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.01,
+                                "ddp_backend": "gloo", "dataloader_pin_memory": False, **options})
+
+
+def of_trainer(trainer: Any) -> str:
+    return said(trainer.model.state_dict(), torch.get_rng_state())
+
+
+def transformers(path: str) -> str:
+    """Goes on from step 4 to the end."""
+    from transformers import Trainer
+
+    trainer = Trainer(model=tiny(), args=arguments(path + "-none", save_strategy="no"), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=path)
+    return of_trainer(trainer)
+
+
+def engine() -> Any:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use
+    deepspeed.init_distributed("gloo")
+    module = net()
+    return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config={
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}})[0]
+
+
+def of_engine(made: Any) -> str:
+    """The weights, and this rank's part of the optimizer."""
+    return said(made.module.state_dict(), made.optimizer.state_dict()["base_optimizer_state"], made.global_steps)
+
+
+def deepspeed(root: str) -> str:
+    """By what ``latest`` names."""
+    made = engine()
+    path, _ = made.load_checkpoint(root)
+    assert path is not None
+    return of_engine(made)
+
+
+def spread(kind: str) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model: Any = net()
+    if kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    elif kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def of_spread(model: Any, optimizer: Any) -> str:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    return said(*get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+
+
+def by_dcp(kind: str, path: str) -> str:
+    """Model and optimizer, by ``dcp.load`` as torch's own documentation has it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = spread(kind)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return of_spread(model, optimizer)
+
+
+# -- the program ---------------------------------------------------------------------------------------------------------
+
+
+def read(name: str, path: str, rank: int, port: int) -> str:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo")
+    if name in ("ddp", "fsdp1", "fsdp2"):
+        return by_dcp(name, path)
+    found: str = {"accelerate": accelerate, "transformers": transformers, "deepspeed": deepspeed}[name](path)
+    return found
+
+
+def main(out: str, *wanted: str) -> None:
+    import socket
+    from importlib import import_module
+
+    for module in ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
+                   "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo"):
+        import_module(module)
+    torch.set_num_threads(1)
+    for name, _, path in (one.partition("=") for one in wanted):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        pids = []
+        for rank in range(WORLD):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                signal.alarm(60)
+                code = 1
+                try:
+                    answer = read(name, path, rank, port)
+                    assert "distckpt" not in sys.modules, "distckpt was imported"
+                    with open(f"{out}.{name}.{rank}", "w") as file:
+                        file.write(answer)
+                    code = 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+        ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        assert ended == [0] * WORLD, f"{name}: {ended}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

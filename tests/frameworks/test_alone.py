@@ -1,0 +1,97 @@
+"""Each framework's own loader reads what distckpt committed, in a program that never imports it (Lightning's: test_lightning.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+
+import torch
+
+import distckpt
+from tests.frameworks import alone
+from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS, Stage
+
+pytestmark = pytest.mark.xdist_group("alone")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    found = Stage("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
+                  "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "distckpt.integrations.transformers",
+                  "distckpt.integrations.accelerate", "torch.distributed.fsdp")
+    yield found
+    found.close()
+
+
+def by_accelerate(rank: int, world: int, root: str) -> str:
+    from distckpt.integrations.accelerate import Checkpointing
+
+    accelerator, model, optimizer = alone.accelerated()
+    torch.manual_seed(rank)
+    accelerator.backward(model(torch.randn(4, 8)).square().mean())
+    optimizer.step()
+    with distckpt.CheckpointManager(root) as manager:
+        Checkpointing(accelerator, manager).save(4, background=True)
+    return alone.of_accelerated(model, optimizer)
+
+
+def by_trainer(rank: int, world: int, root: str) -> str:
+    from transformers import Trainer
+
+    from distckpt.integrations.transformers import CrashSafe
+
+    class MyTrainer(CrashSafe, Trainer):
+        pass
+
+    trainer = MyTrainer(model=alone.tiny(), args=alone.arguments(root), train_dataset=alone.rows())
+    trainer.train()
+    return alone.of_trainer(trainer)
+
+
+def by_deepspeed(rank: int, world: int, root: str) -> str:
+    made = alone.engine()
+    torch.manual_seed(rank)
+    with distckpt.CheckpointManager(root) as manager:
+        for _ in range(2):
+            made.backward(made(torch.randn(4, 8)).square().mean())
+            made.step()
+            manager.save(made.global_steps, distckpt.TrainState(model=made, rng=True), background=True)
+    return alone.of_engine(made)
+
+
+def by_dcp(rank: int, world: int, root: str, kind: str) -> str:
+    model, optimizer = alone.spread(kind)
+    torch.manual_seed(rank)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    with distckpt.CheckpointManager(root) as manager:
+        manager.save(4, distckpt.TrainState(model=model, optimizer=optimizer, rng=True), background=True)
+    return alone.of_spread(model, optimizer)
+
+
+SAVERS: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "accelerate": (by_accelerate, (), "step-4"), "transformers": (by_trainer, (), "checkpoint-4"),
+    "deepspeed": (by_deepspeed, (), ""), **{kind: (by_dcp, (kind,), "step-4") for kind in ("ddp", "fsdp2", "fsdp1")},
+}
+
+
+def test_each_frameworks_own_loader_reads_it_in_a_program_without_distckpt(stage: Stage, tmp_path: Path) -> None:
+    """To the last bit, on every rank: weights, optimizer, random states."""
+    saved = {name: stage.values(2, save, str(tmp_path / name), *more) for name, (save, more, _) in SAVERS.items()}
+    wanted = [f"{name}={tmp_path / name / where}" for name, (_, _, where) in SAVERS.items()]
+    environment = {"TORCH_EXTENSIONS_DIR": EXTENSIONS, **os.environ, **ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-m", "tests.frameworks.alone", str(tmp_path / "out"), *wanted], capture_output=True,
+                          text=True, timeout=200, env=environment, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-6000:]
+    for name in SAVERS:
+        assert [(tmp_path / f"out.{name}.{rank}").read_text() for rank in range(2)] == saved[name], name
