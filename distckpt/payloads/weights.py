@@ -74,8 +74,8 @@ def choose(checkpoint: Checkpoint, name: str | None) -> Part:
     """The part ``name``, or the only one, or the only one called ``model``; ExportError or ConfigError naming those there are."""
     found = parts(checkpoint)
     if not found:
-        raise ExportError(f"{checkpoint.name}: nothing in it is known to hold weights: export reads what TrainState, DCP, Shards, "
-                          "DeepSpeed, Accelerate, Transformers and Lightning wrote; its files are "
+        raise ExportError(f"{checkpoint.name}: nothing in it is known to hold weights: export reads what TrainState, DCP, "
+                          "Shards, DeepSpeed, Accelerate, Transformers and Lightning wrote; its files are "
                           f"{', '.join(e.path for e in checkpoint.marker.files[:5])}")
     wanted = [part for part in found if part.name == name] if name is not None else found
     if len(wanted) > 1:

@@ -1,4 +1,5 @@
-"""Each framework's own loader reads what distckpt committed, in a program that never imports it (Lightning's: test_lightning.py)."""
+"""Each framework's own loader reads what distckpt committed, in a program that never imports it (Lightning's is in
+test_lightning.py)."""
 
 from __future__ import annotations
 

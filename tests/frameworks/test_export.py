@@ -109,7 +109,7 @@ def test_shards_are_joined_where_the_pieces_are_whole(command: Command, saved: P
 @pytest.mark.parametrize(("step", "more", "code", "text"), [
     (5, [], 1, "'own': 'w' differs between ranks 0 and 1, so there is no whole of it; --rank N exports"),
     (6, [], 1, "'shard'"),
-    (7, [], 1, "step-7: nothing in it is known to hold weights: export reads what TrainState, DCP, Shards, DeepSpeed, "),
+    (7, [], 1, "step-7: nothing in it is known to hold weights: export reads what TrainState, DCP, Shards, "),
     (2, ["--part", "optimizer"], 1, "step-2 has no part 'optimizer': say --part with one of 'ema', 'model'"),
     (2, ["--rank", 0], 1, "'model' of step-2 was written by DCP, not rank by rank"),
     (4, ["--rank", 2], 1, "--rank 2: step-4 was saved by 2 ranks"),
