@@ -19,7 +19,7 @@ from distckpt.retention import Policy
 from distckpt.saving.commit import commit
 from distckpt.saving.hooks import journal_failures
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.terms import Go, Request, raise_failures, save_error
+from distckpt.saving.terms import Go, Request, both_wrote, raise_failures, save_error
 
 log = logging.getLogger(__name__)
 
@@ -204,8 +204,7 @@ class Committer:
         for rank, entries in acked.items():
             for entry in entries:
                 if entry.path in owner:
-                    return [], (rank, f"ranks {owner[entry.path]} and {rank} both wrote {entry.path!r}: use files.mine for "
-                                      "a file per rank, or files.writes with files.shared for one that is the same on all")
+                    return [], (rank, both_wrote(entry.path, owner[entry.path], rank))
                 owner[entry.path], sizes[entry.path] = rank, entry.size
         staged = self.owned.layout.staging(self.owned.generation, go.attempt, go.name)
         unclaimed, seen = [], set()

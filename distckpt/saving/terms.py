@@ -63,6 +63,11 @@ def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure],
     return SaveError(f"{where} failed on {many}; {after}. Causes: {causes}", **common)
 
 
+def both_wrote(path: str, one: int, other: int) -> str:
+    return (f"ranks {one} and {other} both wrote {path!r}: use files.mine for a file per rank, or files.writes with files.shared "
+            "for one that is the same on all")
+
+
 def raise_failures(step: int | None, reports: dict[int, Report], world: int) -> None:
     """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did."""
     failures = {rank: RankFailure(**report["failure"]) for rank, report in reports.items() if "failure" in report}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from distckpt.coordination.group import Group
@@ -22,7 +22,7 @@ from distckpt.layout import Layout
 from distckpt.marker import FileEntry
 from distckpt.runtime import Runtime
 from distckpt.saving.files import PeerFailed, RankFiles, make_durable
-from distckpt.saving.terms import Go, Request, save_error
+from distckpt.saving.terms import Go, Request, both_wrote, save_error
 
 _CAUSES = 1.0
 
@@ -126,12 +126,12 @@ class Transaction:
             except OSError as raised:
                 error = raised
         if isinstance(error, PeerFailed):
-            report: Report = {"stopped": asdict(self._failure(error.__cause__ or error))}
+            report: Report = {"stopped": asdict(self._failure(error.__cause__ or error)), "claimed": [path for path, *_ in files.written()]}
         elif error is not None:
             failure = self._failure(error)
             if failure.disk_full:
                 _let_go(error)
-            report = {"failure": asdict(failure)}
+            report = {"failure": asdict(failure), "claimed": [path for path, *_ in files.written()]}
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
             report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,
@@ -231,7 +231,7 @@ class Transaction:
             failures[rank] = (RankFailure(**{**asdict(known), "message": f"{known.message}; then, {what}"}) if known is not None
                               else RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),
                                                int((beat or {}).get("pid") or 0), str((beat or {}).get("phase"))))
-        failures = {r: self._with_needs(f) for r, f in failures.items()}
+        failures = {r: self._with_needs(_with_both(f, self._directory, reports)) for r, f in failures.items()}
         return save_error(self.request.step, go.attempt, failures, self._group.world)
 
     def _with_needs(self, failure: RankFailure) -> RankFailure:
@@ -375,6 +375,15 @@ class Transaction:
 
 def _enter(reports: dict[int, Report]) -> Report:
     return {"enter": all(report["ready"] for report in reports.values())}
+
+
+def _with_both(failure: RankFailure, directory: str, reports: dict[int, Report]) -> RankFailure:
+    """A file of this attempt that stood there when a rank made it is another rank's: the failure names both."""
+    name = os.path.relpath(failure.path, directory) if failure.type == "FileExistsError" and failure.path else ""
+    for rank, report in reports.items():
+        if rank != failure.rank and name in [*report.get("claimed", ()), *(entry[0] for entry in report.get("files", ()))]:
+            return replace(failure, message=both_wrote(name, *sorted((rank, failure.rank))))
+    return failure
 
 
 def _slowest(reports: dict[int, Report]) -> tuple[int, float]:

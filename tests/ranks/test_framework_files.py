@@ -169,6 +169,36 @@ def test_two_ranks_on_one_path_are_both_named(root: Path) -> None:
     job.finish()
 
 
+@pytest.mark.parametrize("second", [0, 2])
+@pytest.mark.parametrize("closed", [True, False])
+def test_two_ranks_on_one_file_of_ours_are_both_named(closed: bool, second: int, root: Path) -> None:
+    """Ours is made exclusively, so the second rank fails at once; the first has acked by then, or stops at the abort."""
+    made = threading.Event()
+    first = 2 - second
+
+    def save(manager: distckpt.CheckpointManager) -> None:
+        with manager.saving(1) as files:
+            if manager.rank == second:
+                assert made.wait(10)
+                files.writer("deep/same.bin", exact=True)
+            elif manager.rank == first:
+                out = files.writer("deep/same.bin", exact=True)
+                out.write(b"x")
+                if closed:
+                    out.close()
+                made.set()
+                while not closed:
+                    files.stop_if_aborted()
+
+    job = Job(root, 3)
+    job.start()
+    for error in same_error(job.each(save), SaveError):
+        assert error.outcome == "aborted" and list(error.failures) == [second], error
+        assert "ranks 0 and 2 both wrote 'deep/same.bin': use files.mine" in str(error)
+    values(job.each(lambda m: write(m, 1)))
+    job.finish()
+
+
 def test_an_empty_checkpoint_is_not_one(root: Path) -> None:
     def save(manager: distckpt.CheckpointManager) -> None:
         with manager.saving(1):
