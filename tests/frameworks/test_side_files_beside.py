@@ -124,12 +124,10 @@ def by_deepspeed(rank: int, world: int, root: str, background: bool) -> tuple[st
     return said, [beside(root, 2), beside(root, 3)]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
-@pytest.mark.parametrize("writer", [by_accelerate, by_trainer, by_deepspeed])
+@pytest.mark.parametrize(("writer", "background"), [(by_accelerate, False), (by_accelerate, True), (by_trainer, False),
+                                                    (by_trainer, True), (by_deepspeed, False)])
 def test_B35_B36_one_name_on_two_ranks_names_both_and_every_rank_may_have_its_own(
         writer: Any, background: bool, stage: Stage, tmp_path: Path) -> None:
-    if writer is by_deepspeed and background:
-        pytest.skip("manager.saving has no background")
     for said, (own, one) in stage.values(2, writer, str(tmp_path / "root"), background):
         assert BOTH in said
-        assert len(own) == 2 and all("0" in name for name in own[:1]) and one == [NAME]
+        assert len(own) == 2 and NAME not in own and one == [NAME]
