@@ -34,6 +34,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     path = os.path.abspath(args.out)
     if not path.endswith(_SUFFIX):
         raise target.UsageError(f"{args.out}: the weights are written as {_SUFFIX}; name a file that ends so")
+    if not os.path.isdir(os.path.dirname(path)):
+        raise ConfigError(f"{os.path.dirname(path)} is not there, or is no directory: make it first")
     if os.path.lexists(path) and not args.force:
         raise ConfigError(f"{path} exists; --force replaces it")
     root = target.open_root(wanted.path, args.series)

@@ -33,9 +33,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"distckpt {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def command(name: str, module: str, summary: str, root: str = "ROOT") -> argparse.ArgumentParser:
+    def command(name: str, module: str, summary: str, root: str = "ROOT", more: str = "") -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False)
-        made.add_argument("root", metavar=root, help="the directory of the run's checkpoints")
+        made.add_argument("root", metavar=root, help=f"the directory of the run's checkpoints{more}")
         made.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document, for scripts")
         made.set_defaults(module=module)
         return made
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--series", metavar="S", default=default, help=text)
 
     def step(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--step", type=_step, metavar="N", help="the checkpoint's step, instead of ROOT@STEP")
+        made.add_argument("--step", type=_number, metavar="N", help="the checkpoint's step, instead of ROOT@STEP")
 
     def dry(made: argparse.ArgumentParser) -> None:
         made.add_argument("--dry-run", action="store_true", help="say what would be done, and why; change nothing, claim nothing")
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     series(latest, "main", "of this series (default: main)")
 
     verify = command("verify", "verify", "check checkpoints against their markers: every file and its size",
-                     "ROOT[@STEP]|CHECKPOINT_DIR")
+                     "ROOT[@STEP]|CHECKPOINT_DIR", ", or of one of them")
     series(verify, None, "only this series (default: all)")
     step(verify)
     verify.add_argument("--digest", action="store_true",
@@ -92,6 +92,10 @@ def parser() -> argparse.ArgumentParser:
     step(pin)
     pin.add_argument("--reason", default="pinned by hand", help="shown wherever the pin is")
 
+    unpin = command("unpin", "pins", "remove the pins of a checkpoint; leases of live readers stay", "ROOT@STEP")
+    series(unpin, None, "the checkpoint's series (default: main first)")
+    step(unpin)
+
     request = command("request-save", "request", "ask the run that writes to a root for a checkpoint now")
     request.add_argument("--reason", default="", help="shown where the run says why it saves, as in todo.reason")
 
@@ -101,18 +105,15 @@ def parser() -> argparse.ArgumentParser:
     series(export, None, "the checkpoint's series (default: main first)")
     step(export)
     export.add_argument("--part", metavar="P", help="which of several parts, as in 'ema' (default: the only one, or the model)")
-    export.add_argument("--rank", type=_step, metavar="N", help="what rank N wrote, where each rank has values of its own")
+    export.add_argument("--rank", type=_number, metavar="N", help="what rank N wrote, where each rank has values of its own")
     export.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
-    unpin = command("unpin", "pins", "remove the pins of a checkpoint; leases of live readers stay", "ROOT@STEP")
-    series(unpin, None, "the checkpoint's series (default: main first)")
-    step(unpin)
     return top
 
 
-def _step(text: str) -> int:
+def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise argparse.ArgumentTypeError(f"a step is a whole number, not {text!r}")
+        raise argparse.ArgumentTypeError(f"it must be a whole number, not {text!r}")
     return int(text)
 
 

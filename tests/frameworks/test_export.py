@@ -141,6 +141,8 @@ def test_damage_is_found_before_anything_is_written(command: Command, saved: Pat
 def test_the_file_appears_whole_or_not_at_all(command: Command, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.safetensors"
     assert command("export", f"{saved}/run@1", tmp_path / "o.pt").code == 2
+    said = command("export", f"{saved}/run@1", tmp_path / "none" / "o.safetensors")
+    assert said.code == 1 and f"{tmp_path}/none is not there, or is no directory" in said.err
     out.write_bytes(b"mine")
     said = command("export", f"{saved}/run@1", out)
     assert said.code == 1 and "--force replaces it" in said.err and out.read_bytes() == b"mine"
