@@ -125,13 +125,14 @@ class Transaction:
                 entries = files.finish()
             except OSError as raised:
                 error = raised
+        claimed = [path for path, *_ in files.written()]
         if isinstance(error, PeerFailed):
-            report: Report = {"stopped": asdict(self._failure(error.__cause__ or error)), "claimed": [path for path, *_ in files.written()]}
+            report: Report = {"stopped": asdict(self._failure(error.__cause__ or error)), "claimed": claimed}
         elif error is not None:
             failure = self._failure(error)
             if failure.disk_full:
                 _let_go(error)
-            report = {"failure": asdict(failure), "claimed": [path for path, *_ in files.written()]}
+            report = {"failure": asdict(failure), "claimed": claimed}
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
             report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,

@@ -1,5 +1,5 @@
-"""DeepSpeed's own files under the power cut: a real ZeRO-2 engine on two ranks, one of them slow, recorded by strace, and the disks
-that a cut may leave."""
+"""DeepSpeed's own files under the power cut: a real ZeRO-2 engine on two ranks, one of them slow, recorded by strace, and the
+disks that a cut may leave."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Transformers' Trainer where its own checkpoints go wrong in public (FIELD_CASES): several hosts, hooks, directories that it wrote
-without us, and the end of a run on the Hub."""
+"""Transformers' Trainer where its own checkpoints go wrong in public (FIELD_CASES): several hosts, hooks, directories that it
+wrote without us, and the end of a run on the Hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt.durable import Files, Item
-from distckpt.errors import ConfigError, MemberMissing
+from distckpt.errors import ConfigError, MemberMissing, SaveError
 from distckpt.options import Seams, Timeouts
 from distckpt.runtime import Identity, SystemRuntime
 from tests.frameworks.stage import Stage
@@ -84,6 +84,39 @@ def test_B34_disks_of_each_nodes_own_are_refused_before_the_first_step(stage: St
         assert "rank 1 on node-1 does not see what rank 0 wrote there: the root is not on storage that all hosts share" in apart
         assert "save_on_each_node=True is for disks of each node's own, and all 2 hosts share" in each and "leave it out" in each
     assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= set(os.listdir(root / "checkpoint-2"))
+
+
+def writes_beside(rank: int, world: int, root: str) -> str:
+    """A callback's ``on_save`` makes the directory that it thinks the checkpoint is in, as PEFT recipes do."""
+    from transformers import TrainerCallback
+
+    class Beside(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(exist_ok=True)
+            (folder / "adapter.txt").write_text("x")
+
+    for background in (False, True):
+        trainer = made(f"{root}-{background}", Job(background=background), max_steps=4, save_total_limit=1)
+        trainer.add_callback(Beside())
+        if background:
+            with pytest.raises(SaveError) as caught:
+                trainer.train()
+            return str(caught.value)
+        trainer.train()
+    raise AssertionError
+
+
+def test_B34_a_callback_that_writes_where_the_checkpoint_will_be(stage: Stage, command: Command, tmp_path: Path) -> None:
+    """After a save that waited, it writes beside what is committed. Before a background one is there, what it made is in the way:
+    an error that names the directory, and no mixture of the two."""
+    said, = stage.values(1, writes_beside, str(tmp_path / "root"))
+    assert "checkpoint-2 exists in" in said and "it has files but no commit.json" in said and "Nothing was written" in said
+    assert sorted(p.name for p in (tmp_path / "root-False").iterdir()) == [".distckpt", "checkpoint-4", "latest"]
+    assert (tmp_path / "root-False" / "checkpoint-4" / "adapter.txt").exists()
+    verified = command("verify", "--digest", tmp_path / "root-False")
+    assert verified.code == 0 and "1 file beside the manifest, such as adapter.txt" in verified.out
+    assert os.listdir(tmp_path / "root-True" / "checkpoint-2") == ["adapter.txt"]
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------------
