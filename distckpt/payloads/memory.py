@@ -44,8 +44,10 @@ class Memory:
 
     def copy(self, value: Any) -> Any:
         """``value`` as it is now; None for one that is better written at once: small, or not fit to be copied."""
+        if not _is_plain(value):
+            return None
         tensors = tensors_of(value)
-        if size_of(tensors) < LARGE or not _is_plain(value) or _overlap(tensors):
+        if size_of(tensors) < LARGE or _overlap(tensors):
             return None
         if self._used == len(self._arenas):
             self._arenas.append(Arena(pin=torch.cuda.is_available()))
