@@ -57,6 +57,9 @@ class Memory:
             log.debug("written at once, as it cannot be copied: %s", error)
             return None
         self._used += 1
+        for before, after in zip(tensors, tensors_of(copied), strict=True):
+            if before.requires_grad:  # it is written, too
+                after.requires_grad_()
         return copied
 
 
@@ -66,7 +69,8 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if type(value) is DTensor else value
         return (type(local) is torch.Tensor and local.device.type in ("cpu", "cuda") and local.layout is torch.strided
-                and not (value.requires_grad or local.is_quantized or local.is_conj() or local.is_neg())
+                and not (local.is_quantized or local.is_conj() or local.is_neg())
+                and (local is value or not value.requires_grad)
                 and _extent(local) >= local.nbytes)
     if type(value) in (dict, OrderedDict):
         return all(map(_is_plain, value.values()))

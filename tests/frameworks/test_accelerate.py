@@ -99,6 +99,8 @@ def train(rank: int, world: int, job: Job) -> Told:
                 checkpoints.save(done, background=job.background)
             step()
             done += 1
+        if job.background and hasattr(model, "save_checkpoint"):  # ZeRO's shards as well are copied and written behind
+            assert len(checkpoints._state._memory._arenas) == (2 if rank else 3)
         checkpoints.save(done, on_exists="skip")
     return end(started)
 

@@ -147,16 +147,20 @@ def test_what_is_odd_or_small_is_written_at_once(kind: str, root: Path) -> None:
 
 
 def test_objects_among_the_tensors_are_copied_with_them(root: Path) -> None:
-    state: dict[str, Any] = {"w": torch.rand(2, COUNT)[:, ::2], "shape": torch.Size([2]), "seen": {"ids": [1, 2]}, "bytes": b"x"}
-    before = {**state, "w": state["w"].clone(), "seen": {"ids": [1, 2]}}
+    state: dict[str, Any] = {"w": torch.rand(2, COUNT)[:, ::2], "master": torch.rand(9).requires_grad_(), "bytes": b"x",
+                             "shape": torch.Size([2]), "seen": {"ids": [1, 2]}}
+    before = {**state, "w": state["w"].clone(), "master": state["master"].detach().clone(), "seen": {"ids": [1, 2]}}
     with distckpt.CheckpointManager(root) as manager:
         files = FrameworkFiles(lambda directory, held: torch.save(state, f"{directory}/w.pt"))
         manager.save(1, files, background=True)
         state["w"].zero_()
+        state["master"].data.zero_()
         state["seen"]["ids"].append(3)
         manager.wait()
     loaded = torch.load(root / "step-1" / "w.pt")
-    assert torch.equal(loaded.pop("w"), before.pop("w")) and loaded == before
+    assert loaded["master"].requires_grad
+    assert torch.equal(loaded.pop("w"), before.pop("w")) and torch.equal(loaded.pop("master"), before.pop("master"))
+    assert loaded == before
 
 
 @MODES
