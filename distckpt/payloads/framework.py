@@ -111,7 +111,6 @@ class FrameworkFiles:
 
         def place(call: WriterCall, name: str) -> None:
             copied = memory.copy(call.value)
-            staged.calls.pop(name, None)
             if copied is None:
                 call.into(call.where)
             else:

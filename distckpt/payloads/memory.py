@@ -68,7 +68,7 @@ def _is_plain(value: Any) -> bool:
     that staging does not look into."""
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if type(value) is DTensor else value
-        return (type(local) is torch.Tensor and local.device.type in ("cpu", "cuda") and local.layout is torch.strided
+        return (type(local) is torch.Tensor and local.layout is torch.strided
                 and not (local.is_quantized or local.is_conj() or local.is_neg())
                 and (local is value or not value.requires_grad)
                 and _extent(local) >= local.nbytes)

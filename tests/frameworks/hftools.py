@@ -44,14 +44,14 @@ def saving(part: str, act: Act) -> Iterator[None]:
 
 
 @contextmanager
-def counted(*save_files: tuple[Any, str]) -> Iterator[list[tuple[str, bool]]]:
-    """The calls of the real writers, (file's name, whether it was a file of ours): torch.save, and safetensors' save_file where
-    ``save_files``, (module, name), hold it."""
-    calls: list[tuple[str, bool]] = []
+def counted(*save_files: tuple[Any, str]) -> Iterator[list[tuple[str, bool, str]]]:
+    """The calls of the real writers, (file's name, whether it was a file of ours, its directory): torch.save, and safetensors'
+    save_file where ``save_files``, (module, name), hold it."""
+    calls: list[tuple[str, bool, str]] = []
 
     def counting(real: Save) -> Save:
         def save(value: Any, where: Any, *args: Any, **options: Any) -> None:
-            calls.append((name_of(where), isinstance(where, PieceWriter)))
+            calls.append((name_of(where), isinstance(where, PieceWriter), os.path.dirname(getattr(where, "path", where))))
             real(value, where, *args, **options)
 
         return save

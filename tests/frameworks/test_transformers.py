@@ -168,11 +168,12 @@ LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
 
 
 def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
-    """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end."""
+    """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end; who wrote each file."""
     from transformers import modeling_utils
 
-    trainer = made(root, Job(), save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
-                   metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
+    background = limit == 3
+    trainer = made(root, Job(background=background), save_steps=1, eval_strategy="steps", eval_steps=1,
+                   load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
     weights: dict[int, str] = {}
 
     def evaluate(trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
@@ -185,9 +186,10 @@ def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
     with counted((modeling_utils, "safe_save_file")) as calls:
         trainer.train()
     path = f"{root}/checkpoint-6"
-    written = {f"rng_state_{rank}.pth": True} | ({} if rank else {
-        "model.safetensors": False, "optimizer.pt": True, "scheduler.pt": True, "training_args.bin": True})
-    assert dict(calls) == written and len(calls) == 6 * len(written), "each file by Trainer's own writer, and once"
+    written = {f"rng_state_{rank}.pth": True} | ({} if rank else {  # small ones go to memory at once
+        "model.safetensors": False, "optimizer.pt": True, "scheduler.pt": not background, "training_args.bin": not background})
+    assert {name: ours for name, ours, _ in calls} == written and len(calls) == 6 * len(written), "by Trainer's own, and once"
+    assert all(place.startswith(root) for name, _, place in calls if name == "model.safetensors"), "written in the background"
     state = json.loads(Path(path, "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == f"{root}/checkpoint-2"
     own = json.loads(Path(f"{root}/checkpoint-2/trainer_state.json").read_text())

@@ -213,6 +213,25 @@ def test_a_disk_that_takes_half_of_a_write_and_says_so_of_none_is_found_out(root
 
 
 @MODES
+def test_torch_save_that_reports_success_and_stops_short_ends_the_save(
+        root: Path, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.save
+
+    def short(value: Any, f: Any) -> None:
+        into = io.BytesIO()
+        real(value, into)
+        f.write(into.getbuffer()[:-20])
+
+    monkeypatch.setattr(torch, "save", short)
+    files = FrameworkFiles(lambda directory, held: torch.save(torch.rand(COUNT), f"{directory}/w.pt"))
+    with distckpt.CheckpointManager(root) as manager:
+        with pytest.raises(SaveError, match="the archive is cut off"):
+            manager.save(1, files, background=background)
+            manager.wait()
+        assert manager.all_steps() == []
+
+
+@MODES
 def test_save_file_that_reports_success_and_stops_short_or_fails_ends_the_save(
         root: Path, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     real = safetensors.torch.save_file
