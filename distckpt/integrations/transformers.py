@@ -47,8 +47,8 @@ class CrashSafe(Trainer):  # type: ignore[misc]
     for, is answered by every rank at the same step. ``train`` is collective; it raises what CheckpointManager, ``resume`` and
     ``save`` raise, on every rank alike.
 
-    ``background_saves``: the Trainer writes its files to memory (or to ``scratch``, a directory), and training goes on while
-    they go to disk. ``allow_world_change``: resume at another number of processes, where random states of old ranks do not
+    ``background_saves``: what the Trainer writes goes to memory, as a copy of the large states and in small files (those to
+    ``scratch``, a directory, if given), and training goes on while it goes to disk. ``allow_world_change``: resume at another number of processes, where random states of old ranks do not
     fit and the new ones keep their seeds. ``manager_options``: more keyword arguments for CheckpointManager.
     """
 
