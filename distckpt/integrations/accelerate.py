@@ -40,7 +40,8 @@ class Checkpointing:
              background: bool = False, on_exists: str | None = None) -> SaveHandle:
         """``accelerator.save_state`` into the checkpoint of ``step``. Collective; errors as of ``manager.save``.
 
-        ``background=True``: Accelerate writes its files to memory before this returns; to disk they go behind the training.
+        ``background=True``: before this returns, what Accelerate writes is in memory: a copy of the large states, and its small
+        files. To disk it goes behind the training.
         """
         return self._manager.save(step, self._state, metrics=metrics, meta=meta, background=background, on_exists=on_exists)
 

@@ -23,6 +23,7 @@ from distckpt.leases import Lease
 from distckpt.manager import CheckpointManager
 from distckpt.payloads.deepspeed import writing_late
 from distckpt.payloads.framework import FrameworkFiles, Held
+from distckpt.payloads.memory import Memory
 from distckpt.reader import open_root
 from distckpt.retention import KeepAll, KeepTotal, Policy
 
@@ -46,8 +47,8 @@ class CrashSafe(Trainer):  # type: ignore[misc]
     for, is answered by every rank at the same step. ``train`` is collective; it raises what CheckpointManager, ``resume`` and
     ``save`` raise, on every rank alike.
 
-    ``background_saves``: the Trainer writes its files to memory (or to ``scratch``, a directory), and training goes on while
-    they go to disk. ``allow_world_change``: resume at another number of processes, where random states of old ranks do not
+    ``background_saves``: what the Trainer writes goes to memory, as a copy of the large states and in small files (those to
+    ``scratch``, a directory, if given), and training goes on while it goes to disk. ``allow_world_change``: resume at another number of processes, where random states of old ranks do not
     fit and the new ones keep their seeds. ``manager_options``: more keyword arguments for CheckpointManager.
     """
 
@@ -65,6 +66,7 @@ class CrashSafe(Trainer):  # type: ignore[misc]
         self.manager: CheckpointManager | None = None
         self._into: str | None = None
         self._held: Held | None = None
+        self._memory: Memory | None = None
         self._unpushed = False
         self._leases: list[Lease] = []
         self._saved: dict[int, int | None] = {}
@@ -93,13 +95,13 @@ class CrashSafe(Trainer):  # type: ignore[misc]
                               "itself for the search")
         options = {"naming": _NAMING, "retention": _policy(self.args), **self.manager_options}
         with CheckpointManager(self.args.output_dir, **options) as manager:
-            self.manager = manager
+            self.manager, self._memory = manager, Memory()
             try:
                 self._one_writer()
                 start = self._start(resume_from_checkpoint)
                 return super().train(resume_from_checkpoint=start, trial=None, ignore_keys_for_eval=ignore_keys_for_eval)
             finally:
-                self.manager = None
+                self.manager = self._memory = None
                 self._release()
 
     def _running(self) -> CheckpointManager:
@@ -186,7 +188,7 @@ class CrashSafe(Trainer):  # type: ignore[misc]
                     held.run(self.state.save_to_json, os.path.join(directory, self._name(step), _STATE))
 
         only = self.args.save_only_model
-        files = FrameworkFiles(write, inside=self._name(step), scratch=self.scratch,
+        files = FrameworkFiles(write, inside=self._name(step), scratch=self.scratch, memory=self._memory,
                                owed=[] if only else [_rng_name(self.args.process_index, self.args.world_size)])
         handle = manager.save(step, files, metrics=self._metrics(step, best), meta={_MODEL_ONLY: True} if only else None,
                               background=self.background_saves, on_exists=again)

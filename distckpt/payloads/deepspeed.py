@@ -9,9 +9,9 @@ group, whose watchdog would end the job (FIELD_CASES B19, B103). DeepSpeed itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -184,34 +184,27 @@ def claiming(engine: Any, files: RankFiles) -> Iterator[None]:
     Accelerate, the Trainer, you. An error of this rank's files does not leave the call, where it would strand the other ranks;
     it is raised at the end of the block. Every rank; runs DeepSpeed's collectives.
     """
-    real = engine.save_checkpoint
     failed: list[Exception] = []
 
-    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True,
-                        **more: Any) -> Any:
-        with _recording(engine, engine.checkpoint_engine.preserves_storage_sharing()) as record:
-            done = real(save_dir, tag=tag, client_state=client_state or {}, save_latest=False, **more)
+    def write(record: _Recorder, save_dir: str, tag: str, latest: bool) -> None:
         try:
             for path, state in record.states:
                 _write(engine.checkpoint_engine, state, files, _inside(files, path))
             for directory in record.scripts:
                 _drop_scripts(files, directory)
-            if save_latest and engine.global_rank == 0 and _is_inside(files, save_dir):
+            if latest and _is_inside(files, save_dir):
                 with files.writer(_inside(files, os.path.join(save_dir, "latest")), exact=True) as out:
-                    out.write(str(f"global_step{engine.global_steps}" if tag is None else tag).encode())
+                    out.write(tag.encode())
         except Exception as error:  # raised when the block ends: the other ranks may wait for this one before that
             failed.append(error)
-        return done
 
-    engine.save_checkpoint = save_checkpoint
     try:
-        yield
+        with _writing_by(engine, write):
+            yield
     except Exception as error:
         if failed:
             raise failed[0] from error
         raise
-    finally:
-        del engine.save_checkpoint
     if failed:
         raise failed[0]
 
@@ -220,24 +213,33 @@ def claiming(engine: Any, files: RankFiles) -> Iterator[None]:
 def writing_late(engine: Any, held: Held) -> Iterator[None]:
     """Inside, ``engine.save_checkpoint`` writes where it is told, but only when its own barriers are over; an error of this
     rank's files is ``held``. For frameworks that call the engine in a directory of this rank's own."""
+
+    def write(record: _Recorder, save_dir: str, tag: str, latest: bool) -> None:
+        for path, state in record.states:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            engine.checkpoint_engine.save(state, path)
+        for directory in record.scripts:
+            engine._copy_recovery_script(directory)
+        if latest:
+            with open(os.path.join(save_dir, "latest"), "w") as out:
+                out.write(tag)
+
+    with _writing_by(engine, partial(held.run, write)):
+        yield
+
+
+@contextmanager
+def _writing_by(engine: Any, write: Callable[[_Recorder, str, str, bool], Any]) -> Iterator[None]:
+    """Inside, ``engine.save_checkpoint`` ends with ``write(what it wants written, save_dir, tag, whether to write "latest")``."""
     real = engine.save_checkpoint
 
     @wraps(real)
     def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **more: Any) -> Any:
         with _recording(engine, engine.checkpoint_engine.preserves_storage_sharing()) as record:
             done = real(save_dir, tag=tag, client_state=client_state or {}, save_latest=False, **more)
-        held.run(write, record, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag), save_latest)
+        write(record, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag),
+              save_latest and engine.global_rank == 0)
         return done
-
-    def write(record: _Recorder, save_dir: str, tag: str, save_latest: bool) -> None:
-        for path, state in record.states:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            engine.checkpoint_engine.save(state, path)
-        for directory in record.scripts:
-            engine._copy_recovery_script(directory)
-        if save_latest and engine.global_rank == 0:
-            with open(os.path.join(save_dir, "latest"), "w") as out:
-                out.write(tag)
 
     engine.save_checkpoint = save_checkpoint
     try:

@@ -1,8 +1,8 @@
 """State whose files a framework writes itself, under names of its own: what Accelerate's and Transformers' payloads share.
 
-Each rank gives the framework a directory of its own and takes over the files it finds there. So it is known who wrote what:
-that rank makes its files durable, two ranks on one name are found out, and a file that a rank owes is missed at once.
-Nothing is serialised again.
+Each rank gives the framework a directory of its own and takes over the files it finds there; what the framework's writers are
+told to write there by torch.save goes into the checkpoint's file at once. So it is known who wrote what: that rank makes its
+files durable, two ranks on one name are found out, and a file that a rank owes is missed at once. Nothing is serialised again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.durable import PIECE
 from distckpt.errors import ConfigError
-from distckpt.payloads import whole
+from distckpt.payloads import torchfile, whole
 from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.memory import Memory
 from distckpt.payloads.scratch import Scratch, default
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.payloads.standin import Answer, WriterCall, standing_in
+from distckpt.saving.files import PeerFailed, RankFiles, as_file
 
 
 class Held:
@@ -42,22 +44,17 @@ class Held:
             return None
 
 
+def _as_it_is(call: WriterCall) -> None:
+    call.into(call.where)
+
+
 @contextmanager
-def holding() -> Iterator[Held]:
-    """Inside, ``torch.save`` on this thread does not raise; its first error is ``held.error``."""
-    held, real, here = Held(), torch.save, threading.get_ident()
-
-    def save(*args: Any, **options: Any) -> None:
-        if threading.get_ident() != here:
-            real(*args, **options)
-        else:
-            held.run(real, *args, **options)
-
-    torch.save = save
-    try:
+def holding(answer: Answer = _as_it_is) -> Iterator[Held]:
+    """Inside, torch.save and safetensors' save_file do not raise on this thread, and are ``answer``'s; their first error is
+    ``held.error``."""
+    held = Held()
+    with standing_in(partial(held.run, answer)):
         yield held
-    finally:
-        torch.save = real
 
 
 class FrameworkFiles:
@@ -66,8 +63,8 @@ class FrameworkFiles:
     ``write`` runs on every rank, with a directory of that rank's own, and may run collectives. ``load(checkpoint, ranks)``
     reads them, where the framework does not do that by itself. ``inside``: the sub-directory of ``directory`` that holds the
     checkpoint's files. ``owed``: names that this rank must have written. ``alike``: names that every rank writes with the
-    same content; rank 0's are kept. ``scratch``: where the files of a background save stand until they are in the checkpoint
-    (default: memory).
+    same content; rank 0's are kept. Of a background save, ``memory`` has copies of the large states, written later by the
+    framework's writers, and ``scratch`` the other files until they are in the checkpoint (default: memory as well).
     """
 
     collective = True
@@ -75,42 +72,71 @@ class FrameworkFiles:
 
     def __init__(self, write: Callable[[str, Held], None], load: Callable[[Checkpoint, Ranks], None] | None = None, *,
                  inside: str = "", owed: Collection[str] = (), alike: Callable[[str], bool] | None = None,
-                 scratch: str | None = None) -> None:
+                 scratch: str | None = None, memory: Memory | None = None) -> None:
         self._write, self._load, self._inside, self._owed, self._alike = write, load, inside, owed, alike
-        self._where = scratch
-        self._staged: Scratch | None = None
+        self._where, self._memory = scratch, memory or Memory()
+        self._staged: _Waiting | None = None
 
     def check(self) -> None:
         """Nothing: the framework's writer says what is wrong."""
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        folder = files.private()
-        source = self._run(folder, ranks.rank)
-        files.take(source, leave=self._left_out(self._names(source), ranks.rank))
+        passed: set[str] = set()
+
+        def place(call: WriterCall, name: str) -> None:
+            if name in passed:
+                passed.remove(name)
+                files.drop(name)
+            if call.takes_files:
+                passed.add(name)
+                _through(call, files, name)
+            else:
+                call.into(call.where)
+                files.begin(os.fspath(call.where))
+
+        source = self._run(files.private(), ranks.rank, place)
+        names = self._names(source, passed)
+        for name in passed.intersection(names):  # written again, by other means
+            files.drop(name)
+        files.take(source, leave=self._left_out(names, ranks.rank))
 
     def tree(self) -> Any:
-        """Nothing to copy: the framework writes its files to memory here, on the training thread, and ``of`` has them."""
+        """Nothing to copy: what has to be copied is, when the framework writes it, and ``of`` has it."""
         if self._staged is not None:
             self._staged.close()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        scratch = self._staged = Scratch(self._where or default())
+        memory, scratch = self._memory, Scratch(self._where or default())
+        staged = self._staged = _Waiting(scratch)
+        memory.begin()
+
+        def place(call: WriterCall, name: str) -> None:
+            copied = memory.copy(call.value)
+            if copied is None:
+                call.into(call.where)
+            else:
+                call.value = copied
+                staged.calls[name] = call
+
         try:
-            source = self._run(scratch.path, rank)
-            names = self._names(source)
+            source = self._run(scratch.path, rank, place)
+            names = self._names(source, staged.calls)
+            for name in staged.calls.keys() & set(names):  # written again, by other means
+                del staged.calls[name]
             left_out = self._left_out(names, rank)
             scratch.seal(source, [n for n in names if n not in left_out])
         except Exception as error:
             full = scratch.full()
-            scratch.close()
+            staged.close()
             if full:
                 raise OSError(28, f"no room for the files of a background save: give scratch= another directory, or save with "
                                   f"background=False ({type(error).__name__}: {error})", scratch.where) from error
             raise
+        memory.end()
         return {}
 
     def of(self, tree: Any) -> Payload:
         assert self._staged is not None
-        return _Waiting(self._staged)
+        return self._staged
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         if self._load is None:
@@ -120,9 +146,21 @@ class FrameworkFiles:
         except CheckpointException as error:
             raise own_failure(error, ranks.rank) from error
 
-    def _run(self, folder: str, rank: int) -> str:
-        """Where the files stand that the framework has written into ``folder``."""
-        with holding() as held:
+    def _run(self, folder: str, rank: int, place: Callable[[WriterCall, str], None]) -> str:
+        """Where the files stand that the framework has written into ``folder``; ``place(call, name)`` is asked instead of
+        its writers."""
+        source = os.path.join(folder, self._inside) if self._inside else folder
+
+        def answer(call: WriterCall) -> None:
+            name = _below(source, call.where)
+            if name is None:
+                call.into(call.where)
+            elif not self._left_out([name], rank):
+                with suppress(FileNotFoundError):
+                    os.unlink(call.where)  # the writer replaces what stands there
+                place(call, name)
+
+        with holding(answer) as held:
             try:
                 self._write(folder, held)
             except CheckpointException as error:
@@ -135,13 +173,14 @@ class FrameworkFiles:
                 raise
         if held.error is not None:
             raise held.error
-        return os.path.join(folder, self._inside) if self._inside else folder
+        os.makedirs(source, exist_ok=True)
+        return source
 
-    def _names(self, source: str) -> list[str]:
-        """The files below ``source``; OSError when one is missing or not whole."""
+    def _names(self, source: str, elsewhere: Collection[str]) -> list[str]:
+        """The files below ``source``; OSError when one is missing there and ``elsewhere``, or is not whole."""
         names = sorted(os.path.relpath(os.path.join(top, name), source) for top, _, found in os.walk(source) for name in found)
         for name in self._owed:
-            if name not in names:
+            if name not in names and name not in elsewhere:
                 raise FileNotFoundError(2, "the framework reported success and did not write this file of this rank's",
                                         os.path.join(source, name))
         for name in names:
@@ -149,30 +188,74 @@ class FrameworkFiles:
                 whole.check(os.path.join(source, name))
         return names
 
-    def _left_out(self, names: list[str], rank: int) -> set[str]:
+    def _left_out(self, names: Collection[str], rank: int) -> set[str]:
         return {name for name in names if rank != 0 and self._alike is not None and self._alike(name)}
 
 
+def _below(source: str, where: Any) -> str | None:
+    """The name under ``source`` of the file that a writer was told to write; None for a file object or another place."""
+    if not isinstance(where, (str, os.PathLike)):
+        return None
+    name = os.path.relpath(os.path.abspath(where), source)
+    return None if name.partition(os.sep)[0] == os.pardir else name
+
+
+def _through(call: WriterCall, files: RankFiles, name: str) -> None:
+    """The framework's writer into our file, so that digest, write-back and writing overlap and nothing is read again."""
+    with files.writer(name, exact=True) as out, torchfile.without_crc(out.digest is not None):
+        call.into(as_file(out))
+    whole.check(out.path)
+
+
 class _Waiting:
-    """Files that the framework wrote, on their way from memory to the checkpoint."""
+    """What the framework wrote, on its way from memory to the checkpoint: ``calls`` of its writers that are still to be made,
+    by file name, and the other files in ``scratch``."""
 
     collective = False
     members: list[str] = []
 
     def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+        self.scratch = scratch
+        self.calls: dict[str, WriterCall] = {}
+        self._busy = threading.Lock()
+        self._closed = False
 
     def check(self) -> None:
-        """They were checked when they were written."""
+        """What is there was checked when it was written."""
+
+    def close(self) -> None:
+        """Give the memory back; when it is being written, by another manager, only then."""
+        with self._busy:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._closed, self.calls = True, {}
+        self.scratch.close()
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
+        with self._busy:
+            self._write(files)
+
+    def _write(self, files: RankFiles) -> None:
+        if self._closed:
+            raise ConfigError("this state was saved again before its background save was written: two managers that save one "
+                              "Accelerator need a Checkpointing, or an AcceleratorState, each")
         try:
-            for name, source in self._scratch.files.items():
+            for name, source in self.scratch.files.items():
                 with files.writer(name, exact=True) as out:
                     while piece := source.read(PIECE):
                         out.write(piece)
+            for name, call in self.calls.items():
+                if call.takes_files:
+                    _through(call, files, name)
+                else:
+                    files.stop_if_aborted()
+                    path = files.claim(name)
+                    call.into(path)
+                    whole.check(path)
+                    files.begin(path)
         finally:
-            self._scratch.close()
+            self._drop()
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         raise ConfigError("a staged copy is written, not loaded into")

@@ -223,6 +223,15 @@ class RankFiles:
         self._files.rmdir(private)
         return names
 
+    def drop(self, name: str) -> None:
+        """Remove a file that this rank has written under ``name``, the framework's, and let it be written anew. Local."""
+        del self._top._claims[self._prefix + name]
+        self._files.unlink(os.path.join(self._directory, self._prefix + name))
+
+    def begin(self, path: str) -> None:
+        """Let the disk begin with a file that somebody else's code has written, while this rank goes on. Local."""
+        self._files.start_writeback(path)
+
     def writer(self, name: str, exact: bool = False) -> PieceWriter:
         """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``, or
         with ``exact`` ``claim``."""
@@ -295,7 +304,11 @@ class RankFiles:
 
         The writer's return value is not trusted: what counts is what ``stat`` says here, on the rank that wrote.
         """
-        entries = [self._finish_file(relative, claim) for relative, claim in sorted(self._top._claims.items())]
+        claims = sorted(self._top._claims.items())
+        for relative, claim in claims:
+            if claim.writer is None:
+                self.begin(os.path.join(self._directory, relative))
+        entries = [self._finish_file(relative, claim) for relative, claim in claims]
         folders = {""}
         for entry in entries:
             parts = entry.path.split("/")[:-1]
@@ -326,7 +339,7 @@ def as_file(writer: PieceWriter) -> IO[bytes]:
 
 
 def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None) -> FileEntry:
-    """Fsync and measure a file that somebody else's code wrote. An error here condemns the file, and the attempt."""
+    """Measure and fsync a file that somebody else's code wrote. An error here condemns the file, and the attempt."""
     path = os.path.join(directory, relative)
     try:
         seen = files.stat(path)
@@ -334,11 +347,11 @@ def make_durable(files: Files, directory: str, relative: str, rank: int, algorit
         raise OSError(errno.ENOENT, "claimed for this checkpoint and never written", path) from error
     if seen.kind != "file":
         raise OSError(errno.EINVAL, f"a {seen.kind} stands where a regular file should be", path)
-    files.fsync(path)
     text = None
     size = seen.size
-    if algorithm is not None:
+    if algorithm is not None:  # from the page cache, while the disk writes
         size, text = _digest.of_file(files, path, algorithm=algorithm)
+    files.fsync(path)
     after = files.stat(path)
     if (after.size, after.inode) != (size, seen.inode) or size != seen.size:
         raise OSError(errno.EIO, f"still being written: {seen.size}, then {size}, then {after.size} bytes", path)

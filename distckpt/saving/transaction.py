@@ -296,6 +296,8 @@ class Transaction:
         count = len(self._group.leaders)
         found = []
         try:
+            for path in unclaimed:
+                self._files.start_writeback(os.path.join(self._directory, path))
             for index, path in enumerate(unclaimed):
                 algorithm = self._algorithm if index % count == position else None
                 entry = make_durable(self._files, self._directory, path, self._group.rank, algorithm)

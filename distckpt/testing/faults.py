@@ -334,6 +334,9 @@ class FaultyFiles(Files):
     def fsync(self, path: str) -> None:
         self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)
 
+    def start_writeback(self, path: str) -> None:
+        self.inner.start_writeback(path)
+
     def fsync_dir(self, path: str) -> None:
         self._do("fsync_dir", path, "", lambda: self.inner.fsync_dir(path), None)
 

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distckpt.saving.files import PieceWriter
+
 Save = Callable[..., None]
-Act = Callable[[Save, Any, str], None]
+Act = Callable[[Save, Any, Any], None]
+
+
+def name_of(where: Any) -> str:
+    """Of what a writer was given: a path, or our file."""
+    return os.path.basename(str(getattr(where, "path", where)))
 
 
 @contextmanager
 def saving(part: str, act: Act) -> Iterator[None]:
-    """``torch.save`` of a file with ``part`` in its name does ``act(real, value, path)``."""
+    """``torch.save`` of a file with ``part`` in its name does ``act(real, value, where)``."""
     real = torch.save
 
     def save(value: Any, f: Any, *args: Any, **options: Any) -> None:
-        if part in os.path.basename(str(f)):
-            act(real, value, str(f))
+        if part in name_of(f):
+            act(real, value, f)
         else:
             real(value, f, *args, **options)
 
@@ -35,23 +43,50 @@ def saving(part: str, act: Act) -> Iterator[None]:
         torch.save = real
 
 
-def full(real: Save, value: Any, path: str) -> None:
-    Path(path).write_bytes(b"PK")
-    raise OSError(errno.ENOSPC, "No space left on device", path)
+@contextmanager
+def counted(*save_files: tuple[Any, str]) -> Iterator[list[tuple[str, bool, str]]]:
+    """The calls of the real writers, (file's name, whether it was a file of ours, its directory): torch.save, and safetensors'
+    save_file where ``save_files``, (module, name), hold it."""
+    calls: list[tuple[str, bool, str]] = []
+
+    def counting(real: Save) -> Save:
+        def save(value: Any, where: Any, *args: Any, **options: Any) -> None:
+            calls.append((name_of(where), isinstance(where, PieceWriter), os.path.dirname(getattr(where, "path", where))))
+            real(value, where, *args, **options)
+
+        return save
+
+    places = [(torch, "save"), *save_files]
+    reals = [getattr(module, name) for module, name in places]
+    for (module, name), real in zip(places, reals, strict=True):
+        setattr(module, name, counting(real))
+    try:
+        yield calls
+    finally:
+        for (module, name), real in zip(places, reals, strict=True):
+            setattr(module, name, real)
 
 
-def broken(real: Save, value: Any, path: str) -> None:
+def full(real: Save, value: Any, where: Any) -> None:
+    with open(where, "wb") if isinstance(where, (str, os.PathLike)) else nullcontext(where) as out:
+        out.write(b"PK")
+    raise OSError(errno.ENOSPC, "No space left on device", name_of(where))
+
+
+def broken(real: Save, value: Any, where: Any) -> None:
     raise RuntimeError("a bug in the framework")
 
 
-def short(real: Save, value: Any, path: str) -> None:
+def short(real: Save, value: Any, where: Any) -> None:
     """Success, though the last bytes never came."""
-    real(value, path)
-    os.truncate(path, os.path.getsize(path) - 20)
+    whole = io.BytesIO()
+    real(value, whole)
+    with open(where, "wb") if isinstance(where, (str, os.PathLike)) else nullcontext(where) as out:
+        out.write(whole.getbuffer()[:-20])
 
 
-def lost(real: Save, value: Any, path: str) -> None:
-    """Success, and no file."""
+def lost(real: Save, value: Any, where: Any) -> None:
+    """Success, and no file, or nothing in it."""
 
 
 def hashes(folder: str | Path) -> dict[str, str]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
-from tests.frameworks.hftools import Save, broken, full, hashes, lost, saving, short, without_us
+from distckpt.payloads import memory
+from tests.frameworks.hftools import broken, counted, full, hashes, lost, saving, short, without_us
 from tests.frameworks.stage import Stage
 from tests.frameworks.story import KILLS, Job, Story, Told, digest
 
@@ -54,6 +55,8 @@ def made(root: str, job: Job, **options: Any) -> Any:
     from transformers import Trainer
 
     from distckpt.integrations.transformers import CrashSafe
+
+    memory.LARGE = 1  # what is small here is large elsewhere, and written behind the training
 
     class MyTrainer(CrashSafe, Trainer):
         background_saves = job.background
@@ -117,7 +120,7 @@ def test_B32_story(stage: Stage, tmp_path: Path) -> None:
 FAULTS: dict[int, tuple[int, str, Any, str]] = {  # step: who, which file, what happens to it, what every rank is told
     2: (1, "rng_state_1", full, "No space left"),
     3: (0, "model", None, "a bug in save_pretrained"),  # while rank 1 stands in Trainer's own barrier
-    4: (1, "rng_state_1", lost, "did not write this file"),
+    4: (1, "rng_state_1", lost, "wrote nothing into this file"),
     5: (0, "optimizer", short, "the archive is cut off"),
     6: (0, "scheduler", broken, "a bug in the framework"),
 }
@@ -165,11 +168,13 @@ LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
 
 
 def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
-    """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end."""
-    trainer = made(root, Job(), save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
-                   metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
+    """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end; who wrote each file."""
+    from transformers import modeling_utils
+
+    background = limit == 3
+    trainer = made(root, Job(background=background), save_steps=1, eval_strategy="steps", eval_steps=1,
+                   load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
     weights: dict[int, str] = {}
-    inodes: dict[str, int] = {}
 
     def evaluate(trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
         weights[trainer.state.global_step] = digest(trainer.model.state_dict())
@@ -177,15 +182,14 @@ def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
         trainer.log(metrics)
         return metrics
 
-    def note(real: Save, value: Any, path: str) -> None:
-        real(value, path)
-        inodes[os.path.basename(path)] = os.stat(path).st_ino
-
     trainer._evaluate = evaluate
-    with saving("", note):
+    with counted((modeling_utils, "safe_save_file")) as calls:
         trainer.train()
     path = f"{root}/checkpoint-6"
-    assert inodes and all(os.stat(f"{path}/{name}").st_ino == inode for name, inode in inodes.items()), "written again"
+    written = {f"rng_state_{rank}.pth": True} | ({} if rank else {  # small ones go to memory at once
+        "model.safetensors": False, "optimizer.pt": True, "scheduler.pt": not background, "training_args.bin": not background})
+    assert {name: ours for name, ours, _ in calls} == written and len(calls) == 6 * len(written), "by Trainer's own, and once"
+    assert all(place.startswith(root) for name, _, place in calls if name == "model.safetensors"), "written in the background"
     state = json.loads(Path(path, "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == f"{root}/checkpoint-2"
     own = json.loads(Path(f"{root}/checkpoint-2/trainer_state.json").read_text())

@@ -153,8 +153,9 @@ def test_memory_comes_back_when_the_save_never_began(tmp_path: Path) -> None:
         manager.save(1, state, background=True)
         manager.wait()
         manager.save(1, state, background=True)  # it is there: refused before anything is written
-        held = state._staged
-        assert held is not None and held.files
+        assert state._staged is not None
+        held = state._staged.scratch
+        assert held.files
         with pytest.raises(SaveError):
             manager.wait()
         manager.save(2, state, background=True)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,36 @@ def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(tmp_path
         out.write(bytes(4 * PIECE))
     assert ranges == [("start", 0, PIECE), ("start", PIECE, PIECE), ("start", 2 * PIECE, PIECE), ("drop", 0, PIECE),
                       ("start", 3 * PIECE, PIECE), ("drop", PIECE, PIECE)]
+
+
+def test_the_disk_begins_with_all_that_others_wrote_before_it_is_read_and_each_is_read_before_it_is_waited_for(
+        tmp_path: Path) -> None:
+    """Otherwise the disk idles while a digest is made, and the save waits for one file after the other."""
+    done: list[tuple[str, str]] = []
+
+    class Watching(Files):
+        def start_writeback(self, path: str) -> None:
+            super().start_writeback(path)
+            done.append(("begin", os.path.basename(path)))
+
+        def pieces(self, path: str) -> Iterator[memoryview]:
+            done.append(("read", os.path.basename(path)))
+            return super().pieces(path)
+
+        def fsync(self, path: str) -> None:
+            done.append(("fsync", os.path.basename(path)))
+            super().fsync(path)
+
+    mine = rank_files(tmp_path, Watching())
+    for name in ("a", "b"):
+        Path(mine.claim(name)).write_bytes(b"x" * 10)
+    with mine.writer("c") as out:
+        out.write(b"y")
+    mine.finish()
+    assert done == [("begin", "a"), ("begin", "b"), ("read", "a"), ("fsync", "a"), ("read", "b"), ("fsync", "b")]
+    mine.claim("missing")
+    with pytest.raises(FileNotFoundError, match="never written"):
+        mine.finish()
 
 
 @pytest.mark.parametrize(("change", "text"), [
