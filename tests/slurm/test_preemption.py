@@ -50,18 +50,19 @@ def reference(kind: str, folder: Path, total: int) -> list[str]:
     return harness.values(harness.run(WORLD, uninterrupted, kind, str(folder), total))
 
 
-@pytest.mark.parametrize(("script", "kind", "launcher"), [
-    ("torchrun", "torch", "torchrun"), ("srun", "torch", "srun"), ("deepspeed", "deepspeed", "deepspeed"),
-    ("mpi", "mpi", "srun")])
-def test_B117_B120_a_preempted_job_saves_one_step_is_requeued_once_and_goes_on(
-        script: str, kind: str, launcher: str, cluster: Cluster, tmp_path: Path) -> None:
+# --full signals the job script as well: without its trap it would die, and SLURM would end the ranks with it.
+@pytest.mark.parametrize(("script", "kind", "launcher", "to"), [
+    ("torchrun", "torch", "torchrun", ()), ("srun", "torch", "srun", ("--full",)), ("deepspeed", "deepspeed", "deepspeed", ()),
+    ("mpi", "mpi", "srun", ("--full",))])
+def test_B117_B120_B121_a_preempted_job_saves_one_step_is_requeued_once_and_goes_on(
+        script: str, kind: str, launcher: str, to: tuple[str, ...], cluster: Cluster, tmp_path: Path) -> None:
     if kind in ("deepspeed", "mpi") and importlib.util.find_spec({"mpi": "mpi4py"}.get(kind, kind)) is None:
         pytest.skip(f"needs {kind}")
     watched_scontrol(tmp_path)
     job = cluster.submit(tmp_path, str(REPOSITORY / "slurm" / f"{script}.sbatch"),
                          SCRIPT=str(REPOSITORY / "tests/slurm/train.py"), ARGS=f"{kind} {tmp_path}", RANKS="2")
     job.until("every rank in the middle of a step", job.files("at", WORLD))
-    job.cancel("--signal=USR1")
+    job.cancel(*to, "--signal=USR1")
     job.until("the signal on every rank", job.files("signalled", WORLD))
     (tmp_path / "go").touch()
     job.until("the end", lambda: job.field("JobState") == "COMPLETED")
