@@ -6,7 +6,8 @@ every committer                                      rank 0
 2. prepared ->                                       2. all prepared
                                                      3. publish in its own domain, durably: *that* is the decision
 4. publish, durably <-                               4. tell the others
-5. done ->                                           5. all done: only then the verdict, the pointer and any rotation
+5. done, with what stands here ->                    5. all done: the plan of rotation, and then only the verdict
+6. the pointer; what the plan lets go                6. the same
 
 A staged share counts for nothing by itself: recovery publishes it only if some domain published its own, so what ends
 before 3 is aborted everywhere, whoever died, and what got past 3 stands everywhere after the next start (S1). Who
@@ -34,7 +35,7 @@ from distckpt.layout import ATTEMPT, MAIN, MARKER
 from distckpt.marker import FileEntry, Marker
 from distckpt.ordered import unlink_if_there
 from distckpt.owned import OwnedRoot
-from distckpt.retention import KeepAll, Policy
+from distckpt.retention import Policy
 from distckpt.saving import commit
 from distckpt.saving.committer import Committer, in_order
 from distckpt.saving.compare import compare
@@ -58,6 +59,7 @@ class Parts:
         self._found: Marker | None = None
         self._marked = self._replaces = False
         self._views: dict[int, retire.View] = {}
+        self._plan: Report = {}
 
     @property
     def owned(self) -> OwnedRoot:
@@ -85,6 +87,7 @@ class Parts:
                     self._drop(item.name)
             owned.live.add(go.attempt)
             owned.make_attempt(go.attempt, go.name)
+        owned.status.note(go.attempt, "pending", step=self._request.step, series=self._request.series)
         owned.journal.event("begin", step=self._request.step, series=self._request.series, attempt=go.attempt, seq=go.seq)
 
     def _drop(self, attempt: str) -> None:
@@ -151,7 +154,6 @@ class Parts:
         assert committer is not None
         keys = {kind: {rank: self._key(kind, rank) for rank in self.domains.committers if rank} for kind in ("prepared", "done")}
         turn = self._key("publish")
-        self._call.key(go.attempt, "rotate")
         try:
             failure = self._prepare_here({r: acked[r] for r in self.domains.mine}, empty=any(acked.values()))
             problem = save_error(self._request.step, go.attempt, {failure.rank: failure}, self._group.world) if failure else (
@@ -172,8 +174,12 @@ class Parts:
         except BaseException:  # whatever it is, the others must not wait for their turn
             self._client.claim(turn, {"aborted": False})
             raise
-        return committer.committed(go, self._found, slowest, sum(e.size for entries in acked.values() for e in entries),
-                                   sum(map(len, acked.values())))
+        verdict = committer.committed(go, self._found, slowest, sum(e.size for entries in acked.values() for e in entries),
+                                      sum(map(len, acked.values())))
+        series = self._request.series
+        self._plan = retire.plan(owned, self.domains, series, self._policy(series), committer.context(), self._views)
+        self._client.set(self._key("rotate"), self._plan)
+        return verdict
 
     def _unprepared(self, keys: dict[int, str]) -> DistckptError | None:
         """Why not every domain is prepared."""
@@ -202,13 +208,8 @@ class Parts:
             raise told
 
     def rotate(self, series: str, policy: Policy) -> None:
-        """Plan it once, tell the committers, and do it here. Nobody waits for them: what they cannot do, the next plan has."""
-        assert self._committer is not None
-        if isinstance(policy, KeepAll):
-            return
-        plan = retire.plan(self.owned, self.domains, series, policy, self._committer.context(), self._views)
-        self._client.set(self._key("rotate"), plan)
-        retire.carry_out(self.owned, series, policy, plan)
+        """Rank 0, after the verdict: what was planned. Nobody waits for the others: what they cannot do, the next plan has."""
+        retire.carry_out(self.owned, series, policy, self._plan)
 
     # -- the other committers ------------------------------------------------------------------------------------
 
@@ -250,15 +251,13 @@ class Parts:
         if not self.domains.leads or "committed" not in verdict:
             return verdict
         owned, series, go = self.owned, self._request.series, self._go
+        owned.status.note(go.attempt, "committed", name=go.name)
         owned.journal.event("committed", step=self._request.step, series=series, name=go.name, attempt=go.attempt, seq=go.seq)
+        plan = self._client.get([self._key("rotate")])[0]  # it came before the verdict
         with owned.lock:
             if series == MAIN:
                 owned.point_to(go.name)
-        policy = self._policy(series)
-        if not isinstance(policy, KeepAll) and self._call.await_rank0(self._key("rotate"), self._progress):
-            plan = self._client.get([self._key("rotate")])[0]
-            with owned.lock:
-                retire.carry_out(owned, series, policy, plan)
+            retire.carry_out(owned, series, self._policy(series), plan)
         return verdict
 
     @contextmanager
@@ -272,6 +271,7 @@ class Parts:
             yield
         except DistckptError as error:
             known = isinstance(error, SaveError) and error.outcome == "aborted"
+            owned.status.note(attempt, "failed" if known else "unknown", error=str(error)[:2000])
             owned.journal.event("aborted" if known else "unknown", attempt=attempt, error=str(error)[:2000])
             if not self._marked and all(self._client.has(self._key("ack", r)) and "filled" not in (
                     self._client.peek(self._key("ack", r)) or {}) for r in self.domains.mine):

@@ -49,6 +49,11 @@ def _here(owned: OwnedRoot, series: str) -> list[Entry]:
             and e.head.run == owned.record.run]
 
 
+def _held(owned: OwnedRoot) -> dict[str, str]:
+    return {attempt: "; ".join(holders) for attempt in leases.leased_attempts(owned.files, owned.layout)
+            if (holders := owned.watch.holders(attempt))}
+
+
 def view(owned: OwnedRoot, series: str, policy: Policy) -> Report:
     """What a domain has of ``series``: ``there``, of it ``whole``, and ``held`` by a lease or a pin, by attempt."""
     if isinstance(policy, KeepAll):
@@ -64,8 +69,7 @@ def view(owned: OwnedRoot, series: str, policy: Policy) -> Report:
             except (MarkerError, OSError) as error:
                 log.warning("%s neither counts nor goes: %s", entry.name, error)
         return {"there": [e.head.attempt for e in entries if e.head is not None], "whole": whole,
-                "held": {attempt: "; ".join(holders) for attempt in leases.leased_attempts(owned.files, owned.layout)
-                         if (holders := owned.watch.holders(attempt))}}
+                "held": _held(owned)}
     except OSError as error:
         return {"blind": str(error)}
 
@@ -75,17 +79,21 @@ def plan(owned: OwnedRoot, domains: Domains, series: str, policy: Policy, contex
     """On rank 0: ``victims``, which go everywhere, and ``torn``, which not every domain has any more; with what the lineage says.
     Without ``victims`` nothing is to be done now."""
     names = {rank: domains.host(index) for index, rank in enumerate(domains.committers)}
+    if isinstance(policy, KeepAll):
+        return {}
     try:
         blind = {names[rank]: known["blind"] for rank, known in views.items() if "blind" in known}
         if owned.no_rotation is not None or blind:
             log.warning("nothing is rotated: %s", owned.no_rotation or f"a node could not look: {blind}")
             return {}
-        here = {e.head.attempt for e in _here(owned, series) if e.head is not None}
-        ignored, held = {}, dict[str, str]()
+        entries = _here(owned, series)
+        here = {e.head.attempt for e in entries if e.head is not None}
+        ignored, held = {**owned.in_doubt, **owned.rejections()}, _held(owned)
         for rank, known in views.items():
             ignored.update(dict.fromkeys(here - set(known["whole"]), f"not whole on {names[rank]}"))
             held.update(known["held"])
-        verdicts = owned.verdicts(series, policy, Context(held, ignored, context.line, context.origin, context.fresh))
+        full = Context(held, ignored, context.line, context.origin, context.fresh)
+        verdicts = rotation.plan(series, entries, owned.record.run, policy, full, owned.examine)
         there = [here, *(set(known["there"]) for known in views.values())]
         return {"victims": [v.entry.head.attempt for v in verdicts if not v.keep and v.entry.head is not None],
                 "torn": sorted(set.union(*there) - set.intersection(*there)),
@@ -104,15 +112,17 @@ def carry_out(owned: OwnedRoot, series: str, policy: Policy, plan: Report) -> No
         return
     try:
         entries = _here(owned, series)
+        protected = rotation.protected_now(owned.files, owned.layout, entries, owned.watch)
         doomed = set(plan["victims"])
         torn = set(plan["torn"]) & {e.head.attempt for e in entries if e.head is not None}
         if torn:
             line = plan["line"]
-            context = Context(rotation.protected_now(owned.files, owned.layout, entries, owned.watch), owned.rejections(),
+            context = Context(protected, owned.rejections(),
                               None if line is None else tuple((branch, last) for branch, last in line), plan["origin"],
                               frozenset(plan["fresh"]))
             verdicts = rotation.plan(series, entries, owned.record.run, policy, context, owned.examine)
             doomed |= {v.entry.head.attempt for v in verdicts if v.entry.head is not None and not v.keep} & torn
+        doomed -= set(protected)
         owned.carry_out([Verdict(e, e.head is not None and e.head.attempt not in doomed, "") for e in entries])
     except (OSError, MarkerError) as error:
         log.warning("could not rotate %s: %s; it will be tried again after the next save", owned.layout.root, error)

@@ -175,7 +175,8 @@ def _stopped(run: Run) -> list[str]:
 def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
     """Seconds from the first fault until the last rank that lives had raised or ended; None when a fault takes time itself, or
     none fired."""
-    if not run.struck or any(strike.kind in ("power", "slow", "node") or (strike.kind == "stop" and strike.value) for strike in strikes):
+    slow = [s for s in strikes if s.kind in ("power", "slow", "node") or (s.kind == "stop" and s.value)]
+    if not run.struck or slow:
         return None
     gone = {strike.rank for strike in strikes if strike.kind in ("kill", "stop")}
     begun = min(moment.seconds for moment in run.struck.values())
