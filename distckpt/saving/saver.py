@@ -68,8 +68,10 @@ class Saver:
         rule = self._on_exists if on_exists is None else options.choice("on_exists", on_exists, options.ON_EXISTS)
         part = None if state is BLOCK else as_payload(state)
         if part is not None:
+            refusal = self.on_own_disks(part)
+            if refusal is not None:
+                raise refusal
             if part.collective:
-                self._refuse_on_own_disks()
                 self._group.require_collectives()
             part.check()
         request = Request(step=number, series=series, on_exists=rule, name=final_name(self._naming, series, number),
@@ -77,11 +79,13 @@ class Saver:
                           collective=part is not None and part.collective, discardable=part is None, blocked=blocked)
         return request, part
 
-    def _refuse_on_own_disks(self) -> None:
-        if self._parts is not None:
-            raise ConfigError("storage='node-local': this state is saved by a framework's collectives (DCP, DeepSpeed), which "
-                              "need every rank's files on one storage. Save with Shards or a state dict per rank, or in "
-                              "manager.saving with files.mine, or use a root that all nodes share")
+    def on_own_disks(self, part: Payload) -> ConfigError | None:
+        """Why ``part`` cannot be saved where every node has its own disk; None when it can."""
+        if self._parts is None or not part.collective:
+            return None
+        return ConfigError("storage='node-local': this state is saved by a framework's collectives (DCP, DeepSpeed), which need "
+                           "every rank's files on one storage. Save with Shards or a state dict per rank, or in manager.saving "
+                           "with files.mine, or use a root that all nodes share")
 
     def meet(self, step: int) -> None:
         """Make the group of a framework's collectives, after one round, so that all ranks make it or none. Collective, on the
