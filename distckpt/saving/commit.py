@@ -47,11 +47,11 @@ def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
 
 def prepare(owned: OwnedRoot, found: Marker) -> Outcome | None:
     """Steps 1 and 2; None when the marker is durable. It has been taken back when it could be, otherwise."""
-    staged = staging_of(owned, found)
+    staged, files = staging_of(owned, found), owned.files
     try:
-        fsync_tree_dirs(owned.files, staged)
-        write_new(owned.files, os.path.join(staged, MARKER), _marker.build(found, trust.key()))
-        owned.files.fsync_dir(staged)
+        fsync_tree_dirs(files, staged)
+        write_new(files, os.path.join(staged, MARKER), _marker.build(found, trust.key()))
+        files.fsync_dir(staged)
         owned.ownership.check()
     except (OSError, RootInUse) as error:
         return withdraw(owned, staged, error)
