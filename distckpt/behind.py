@@ -123,6 +123,9 @@ class Behind:
         if not behind.admit(number):
             return SaveHandle(self._seams.files, "", number, self._group.rank, self._group.world, skipped=True)
         part, refusal = _taken(payload)
+        refusal = self._saver.on_own_disks(part) if part is not None else refusal
+        if refusal is not None:
+            part = None  # told to every rank in the begin round
         if part is not None and part.collective and not self._group.has_collectives:
             self._saver.meet(number)
         begun = runtime.monotonic()

@@ -58,7 +58,7 @@ class Ending:
                 self._owned.sweep()
             except OSError as error:  # no reason to keep the root from its next writer
                 log.warning("could not clean up %s: %s; the next start does", self._owned.layout.root, error)
-            for name, series in self._series.items():
+            for name, series in self._series.items() if self._committer.domains is None else ():
                 if name in self._committer.series_committed:
                     self._committer.rotate(name, series.policy)
         return {}

@@ -14,6 +14,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.coordination import bootstrap
 from distckpt.coordination.group import Group
 from distckpt.digest import XXH3, check_algorithm
+from distckpt.domains.opening import LocalStart
 from distckpt.ending import Ending
 from distckpt.errors import ConfigError
 from distckpt.launch.signals import DEFAULT, StopSignals
@@ -55,7 +56,8 @@ class CheckpointManager:
     from there may be somebody else's. A group that may write is taken as it is. ``check_staging`` (or
     DISTCKPT_CHECK_STAGING=1): find tensors that change while a background save copies them. ``writer="process"``: background
     saves of Shards and per-rank members are written by a process of their own, off the interpreter lock; DCP's collectives stay
-    on a thread of this one.
+    on a thread of this one. ``storage="node-local"``: ``root`` is on every node's own disk; a checkpoint exists when every node
+    has its share, and only what all of them have is resumed from. Per-rank payloads only.
 
     Use it as a context manager; it must be closed by every rank.
     """
@@ -67,7 +69,8 @@ class CheckpointManager:
                  save_at_start: bool = False, on_exists: str = "error", in_flight: str = "wait",
                  on_failure: str | Tolerate = "raise", stop_signals: Iterable[str] = DEFAULT, grace: float | None = None,
                  digest: str | None = XXH3, allow_shared_root: bool = False, check_staging: bool | None = None,
-                 writer: str = "thread", timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
+                 writer: str = "thread", storage: str = "shared", timeouts: Timeouts | None = None,
+                 seams: Seams | None = None) -> None:
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
         self._seams = seams or Seams()
         self._timeouts = timeouts or Timeouts()
@@ -79,6 +82,7 @@ class CheckpointManager:
         schedule, signals, tolerate = Schedule(save_every, save_at_start), StopSignals(stop_signals), tolerated(on_failure)
         options.choice("in_flight", in_flight, options.IN_FLIGHT)
         options.choice("writer", writer, options.WRITERS)
+        options.choice("storage", storage, options.STORAGE)
         timing = Timing(save_every_minutes, grace)
         self._pid = os.getpid()
         self._series = {MAIN: Series(policy, schedule)}
@@ -87,11 +91,12 @@ class CheckpointManager:
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
                     "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
                     "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate,
-                    "allow_shared_root": allow_shared_root}
+                    "allow_shared_root": allow_shared_root, "storage": storage}
         try:
             with self._group.rounds.call("start") as call:
-                self._start = start.Start(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id,
-                                          allow_shared_root)
+                begin = start.Start if storage == "shared" else LocalStart
+                self._start = begin(self._seams.files, self._seams.runtime, self._layout, self._group, asked, run_id,
+                                    allow_shared_root)
                 self._naming = self._start.open(call, compared, self._timeouts.arrive, self._timeouts.visible)
         except BaseException:
             self._group.abandon()
@@ -105,11 +110,11 @@ class CheckpointManager:
             start.say_hello(self._owned, self._group, policy, digest)
             timing.watch(self._owned)
         self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None, self._seams.runtime)
+        parts = self._start.parts(self._committer, self._policy, digest) if isinstance(self._start, LocalStart) else None
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
-                            self._algorithm, self._on_exists, lambda series: self._series[series].policy,
-                            self._hooks)
+                            self._algorithm, self._on_exists, self._policy, self._hooks, parts)
         self._restorer = Restorer(self._seams, self._layout, self._naming, self._group, self._owned, self._lineage, fingerprint,
-                                  self._timeouts)
+                                  self._timeouts, self._start.domains, self._start.abroad)
         self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,
                               check_staging, writer)
         self._background = Background(
@@ -117,8 +122,8 @@ class CheckpointManager:
             signals, tolerate, in_flight, timing.due if self._owned is not None else None, lambda: self._ending.leave(),
             self._timeouts.close)
         self._behind.attach(self._background)
-        self._ending = Ending(self._group, self._background, self._behind, self._hooks, self._owned, self._committer,
-                              self._series, self._timeouts.close)
+        self._ending = Ending(self._group, self._background, self._behind, self._hooks, self._owned or self._start.share,
+                              self._committer, self._series, self._timeouts.close)
 
     # -- who and where -------------------------------------------------------------------------------------------
 
@@ -149,6 +154,9 @@ class CheckpointManager:
     def stopped(self) -> str:
         """Why ``poll`` said stop, the same on every rank; empty when it has not. It stays after ``close``. Local."""
         return self._background.stop_reason
+
+    def _policy(self, series: str) -> Policy:
+        return self._series[series].policy
 
     def _journal_stacks(self, stacks: dict[int, str]) -> None:
         assert self._owned is not None

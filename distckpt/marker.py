@@ -51,7 +51,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Head:
-    """Who a checkpoint is, and how new: ``seq`` counts the commits of a root (0: adopted, older than every commit)."""
+    """Who a checkpoint is, and how new: ``seq`` counts the commits of a root (0: adopted, older than every commit).
+    ``part`` ``of`` several: one storage domain's share of it."""
 
     seq: int
     step: int
@@ -60,11 +61,21 @@ class Head:
     series: str
     run: str
     generation: int
+    part: int = 0
+    of: int = 1
+
+    @property
+    def share(self) -> str:
+        """For people: which part of a checkpoint on several nodes this is."""
+        return (f"share {self.part + 1} of {self.of} of a checkpoint on {self.of} nodes' own disks: only a job on all of them, "
+                "with storage='node-local', can use it")
 
 
 @dataclass(frozen=True)
 class Marker:
-    """All of commit.json. ``signed``: it carried a signature when it was read; whether the right one, only a key tells."""
+    """All of commit.json. ``signed``: it carried a signature when it was read; whether the right one, only a key tells.
+    ``domains``: (host, ranks) of every storage domain, where there are several; this marker's own is ``head.part``, and
+    ``files`` are those of its ranks."""
 
     head: Head
     world: int
@@ -79,6 +90,7 @@ class Marker:
     fingerprint: str | None = None
     retention: str | None = None
     host: str = ""
+    domains: tuple[tuple[str, tuple[int, ...]], ...] = ()
     signed: bool = field(default=False, compare=False)
 
     @cached_property
@@ -148,13 +160,15 @@ def build(marker: Marker, key: bytes | None = None) -> bytes:
     if problem or len(marker.files) > FILES_LIMIT:
         raise ConfigError(f"{head.name} cannot be committed: {problem or f'it has more than {FILES_LIMIT} files'}")
     first = _dumps({"format": FORMAT, "seq": head.seq, "step": head.step, "attempt": head.attempt, "name": head.name,
-                    "series": head.series, "run": head.run, "generation": head.generation})
+                    "series": head.series, "run": head.run, "generation": head.generation,
+                    **({"part": [head.part, head.of]} if head.of > 1 else {})})
     second = _dumps({
         "world": marker.world, "branch": marker.branch, "parent": marker.parent,
         "lineage": [list(pair) for pair in marker.lineage[:LINEAGE_LIMIT]],
         "time": marker.time, "host": marker.host, "fingerprint": marker.fingerprint, "retention": marker.retention,
         "metrics": {name: _number_out(value) for name, value in marker.metrics.items()},
         "meta": dict(marker.meta), "payload": dict(marker.payload),
+        **({"domains": [[host, list(ranks)] for host, ranks in marker.domains]} if marker.domains else {}),
         "files": [[f.path, f.size, f.digest, f.rank] for f in marker.files],
     })
     data = _START + first + _BODY + second
@@ -223,8 +237,17 @@ def _head(value: Any, path: str) -> Head:
     problem = name_problem(value["name"], value["series"]) or run_problem(value["run"])
     if problem:
         raise _bad(problem, path)
+    part, of = _part(value.get("part", [0, 1]), path)
     return Head(value["seq"], value["step"], value["attempt"], value["name"], value["series"], value["run"],
-                value["generation"])
+                value["generation"], part, of)
+
+
+def _part(value: Any, path: str) -> tuple[int, int]:
+    try:
+        part, of = value
+        return _whole(part, _whole(of, RANK_LIMIT)), of
+    except (TypeError, ValueError) as error:
+        raise _bad(f"its part is {str(value)[:40]}", path) from error
 
 
 def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> Marker:
@@ -256,7 +279,8 @@ def parse(data: bytes, path: str = "commit.json", key: bytes | None = None) -> M
             parent=_text_or_none(body.get("parent")), lineage=_lineage(body.get("lineage", [])),
             time=float(body.get("time", 0)), host=_text(body.get("host", "")), fingerprint=_text_or_none(body.get("fingerprint")),
             retention=_text_or_none(body.get("retention")), metrics=_metrics(body["metrics"]), meta=_object(body["meta"]),
-            payload=_object(body["payload"]), signed=_MAC in data.rpartition(_SEAL)[0])
+            payload=_object(body["payload"]), domains=_domains(body.get("domains", []), head),
+            signed=_MAC in data.rpartition(_SEAL)[0])
     except _MALFORMED as error:
         raise _bad(f"its body is malformed ({type(error).__name__}: {error})", path) from error
 
@@ -290,6 +314,13 @@ def _lineage(pairs: Any) -> tuple[tuple[str, int], ...]:
     if len(pairs) > LINEAGE_LIMIT:
         raise ValueError(f"its lineage has {len(pairs)} ancestors, more than {LINEAGE_LIMIT}")
     return tuple((_text(branch), _whole(last)) for branch, last in pairs)
+
+
+def _domains(values: Any, head: Head) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    found = tuple((_text(host), tuple(_whole(rank, RANK_LIMIT) for rank in ranks)) for host, ranks in values)
+    if len(found) != (head.of if head.of > 1 else 0):
+        raise ValueError(f"it names {len(found)} domains and is a share of {head.of}")
+    return found
 
 
 def _metrics(values: Any) -> dict[str, float]:
@@ -364,5 +395,7 @@ def _glance(data: bytes, path: str, key: bytes | None) -> Glance | None:
     for kept, part in ((_object, "meta"), (_object, "payload"), (_lineage, "lineage"), (_text, "branch"), (_text, "host"),
                        (_text_or_none, "parent"), (_text_or_none, "fingerprint"), (_text_or_none, "retention")):
         kept(body[part])
-    return Glance(_head(value["head"], path), _whole(body["world"], RANK_LIMIT), len(rows), sum([row[1] for row in rows]),
+    head = _head(value["head"], path)
+    _domains(body.get("domains", []), head)
+    return Glance(head, _whole(body["world"], RANK_LIMIT), len(rows), sum([row[1] for row in rows]),
                   float(body["time"]), _metrics(body["metrics"]))

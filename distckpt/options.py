@@ -18,6 +18,7 @@ ON_EXISTS = ("error", "skip", "replace")
 VERIFY = ("size", "digest")
 IN_FLIGHT = ("wait", "skip", "error")
 WRITERS = ("thread", "process")
+STORAGE = ("shared", "node-local")
 
 
 @dataclass(frozen=True)

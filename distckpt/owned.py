@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
 from distckpt.catalog import Entry, RootRecord
@@ -19,16 +19,19 @@ from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.janitor import Janitor
 from distckpt.journal import Journal
-from distckpt.layout import ATTEMPT, HOME, MARKER, POINTER, SUBDIRECTORIES, Layout, Naming, series_of
+from distckpt.layout import ATTEMPT, HOME, MARKER, POINTER, Layout, Naming, series_of
 from distckpt.leases import Watch
-from distckpt.marker import Head, Marker
+from distckpt.marker import Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
 from distckpt.ownership import Ownership
 from distckpt.retention import Policy
+from distckpt.rootdir import agree_naming, infer_naming, make_root, settle_record, sync_root
 from distckpt.runtime import Runtime
 from distckpt.status import Status
 
 log = logging.getLogger(__name__)
+
+__all__ = ["Claimed", "OwnedRoot", "claim", "infer_naming", "make_root", "sync_root"]
 
 _TOOL = 1 << 20
 
@@ -42,79 +45,13 @@ def _key(files: Files, layout: Layout, runtime: Runtime) -> tuple[int, str, str]
     return me.pid, me.started, files.real(layout.root)
 
 
-def make_root(files: Files, layout: Layout) -> None:
-    """The root and its own directories, each made with ``mkdir`` (umask and setgid hold) and made durable."""
-    missing = []
-    here = layout.root
-    while not files.is_dir(here):
-        missing.append(here)
-        here = os.path.dirname(here)
-    try:
-        for path in reversed(missing):
-            make_dir(files, path)
-        make_dir(files, layout.home())
-        for name in SUBDIRECTORIES:
-            make_dir(files, layout.home(name))
-    except (NotADirectoryError, FileExistsError) as error:
-        raise ConfigError(f"root {layout.root} cannot be used: {error.filename} is there and is not a directory; choose "
-                          "another root or move it away") from error
-    except OSError as error:
-        raise ConfigError(f"root {layout.root} is not writable: {error}; choose another root or fix its permissions") from error
-
-
-def sync_root(files: Files, layout: Layout) -> None:
-    """Make the root's own entry durable: its sub-directories, itself, and its ancestors up to the mount point (S9)."""
-    for name in SUBDIRECTORIES:
-        files.fsync_dir(layout.home(name))
-    files.fsync_dir(layout.home())
-    here = files.real(layout.root)
-    top = files.mount_point(here)
-    while True:
-        try:
-            files.fsync_dir(here)
-        except PermissionError:
-            log.debug("cannot sync %s: not readable; its entries were there before this run", here)
-        if here == top:
-            return
-        here = os.path.dirname(here)
-
-
-def known_heads(files: Files, layout: Layout) -> list[Head]:
-    """Heads of all markers that stand under their own name in the root or in staging, newest first: what is left to go
-    by when root.json is lost. The only commit may be one that was not published yet (S7)."""
-    staging = layout.home("staging")
-    places = [os.path.join(staging, g, a) for g in recovery.inside(files, staging)
-              for a in recovery.inside(files, os.path.join(staging, g))]
-    heads = []
-    for place in [layout.root, *places]:
-        for name in recovery.inside(files, place):
-            entry = catalog.look(files, place, name, "dir", ("", 0))
-            if entry is not None and entry.head is not None and entry.head.name == name:
-                heads.append(entry.head)
-    return sorted(heads, key=lambda h: (h.seq, h.step), reverse=True)
-
-
 def _means_something(naming: Naming, name: str) -> bool:
     return name in (HOME, POINTER) or series_of(naming, name) is not None
 
 
-def infer_naming(files: Files, layout: Layout) -> Naming | None:
-    """The template that the newest marker of the root was named by, when root.json is lost."""
-    for head in known_heads(files, layout):
-        stem = head.name if head.series == "main" else head.name.removesuffix(f"-{head.series}")
-        digits = [stem[i:j] for i in range(len(stem)) for j in range(i + 1, len(stem) + 1)
-                  if stem[i:j].isdecimal() and stem[i:j].isascii() and int(stem[i:j]) == head.step
-                  and not stem[i - 1:i].isdigit() and not stem[j:j + 1].isdigit()]
-        if digits:
-            text = digits[-1]
-            width = f":0{len(text)}d" if text.startswith("0") and len(text) > 1 else ""
-            before, _, after = stem.rpartition(text)
-            return Naming.parse(f"{before}{{step{width}}}{after}")
-    return None
-
-
 class OwnedRoot:
-    """Open with ``OwnedRoot.open``; ``close`` once for each open."""
+    """Open with ``OwnedRoot.open``; ``close`` once for each open. ``in_doubt``: attempts that neither count nor go, with the
+    reason; ``apart``: those of them whose other domains lack them, or are not known."""
 
     def __init__(self, files: Files, layout: Layout, naming: Naming, ownership: Ownership, record: RootRecord,
                  runtime: Runtime) -> None:
@@ -124,6 +61,7 @@ class OwnedRoot:
         self.watch = Watch(files, layout, runtime)
         self.journal = Journal(files, layout, ownership.generation, runtime)
         self.in_doubt: dict[str, str] = {}
+        self.apart: set[str] = set()
         self.live: set[str] = set()
         self.durations: list[float] | None = None
         self.status = Status(files, layout, ownership.generation, runtime)
@@ -151,64 +89,21 @@ class OwnedRoot:
     @classmethod
     def _open_here(cls, files: Files, layout: Layout, runtime: Runtime, naming: Naming | None, run_id: str | None,
                    waiting: Callable[[str], None]) -> OwnedRoot:
-        key = _key(files, layout, runtime)
-        shared = _open.get(key)
-        if shared is not None and shared.files is files:
-            if naming is not None and naming != shared.naming:
-                raise ConfigError(f"root {layout.root} is open in this process with naming {shared.naming.template!r}; "
-                                  f"{naming.template!r} cannot be used beside it: use a series or another root")
-            if run_id is not None and run_id != shared.record.run:
-                raise ConfigError(f"root {layout.root} is open in this process as run {shared.record.run!r}, not {run_id!r}")
-            shared.users += 1
-            return shared
-        make_root(files, layout)
-        sync_root(files, layout)
-        asked = naming
-        naming = _agree_naming(files, layout, catalog.read_record(files, layout), asked)
-        heads = [e.head for e in catalog.scan(files, layout, naming) if e.head is not None]
-        ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
-        try:
-            # read again: while we waited, another owner may have made the record, saved, and released the root
-            record = catalog.read_record(files, layout)
-            naming = _agree_naming(files, layout, record, asked)
-            record = _settle_record(files, layout, runtime, record, naming, run_id, ownership.generation)
-            owned = cls(files, layout, naming, ownership, record, runtime)
-            owned._start()
-        except BaseException:
-            ownership.release()
-            raise
-        _open[key] = owned
-        return owned
+        return claim(files, layout, runtime, naming, run_id, waiting).settle(run_id)
 
-    def _start(self) -> None:
+    def _start(self, decided: Collection[str] | None) -> None:
         """Recovery, before the first begin; then the highest seq ever seen, so that none is used twice (S11)."""
-        self.highest_seq = self._highest_seq()
-        report = recovery.recover(self.files, self.layout, self.naming, self.generation)
+        entries = self.entries()
+        self.highest_seq = highest_seq(self.files, self.layout, self.generation, entries)
+        report = recovery.recover(self.files, self.layout, self.naming, self.generation, decided)
+        self.live |= set(report.left)
+        if decided is None:
+            shares = {e.head.attempt: f"it is {e.head.share}" for e in entries if e.head is not None and e.head.of > 1}
+            self.in_doubt.update(shares)
+            self.apart |= set(shares)
         self.journal.event("claimed", generation=self.generation, identity=self.ownership._runtime.identity().to_json(),
                            published=report.published, swept=len(report.swept), restored=report.restored)
         self.janitor.delete(self.janitor.leftovers())
-
-    def _highest_seq(self) -> int:
-        seen = [0]
-
-        def note(entry: Entry | None, place: str) -> None:
-            if entry is not None and not entry.certain:
-                raise OSError(errno.EIO, f"cannot tell its place in the order of commits, {entry.problem}; check the storage, or "
-                              "move it out of the root", os.path.join(place, entry.name))
-            if entry is not None and entry.head is not None:
-                seen.append(entry.head.seq)
-
-        for entry in self.entries():
-            note(entry, self.layout.root)
-        for parent in (self.layout.staging(self.generation), self.layout.trash(self.generation)):
-            for item in self.files.scan(parent):
-                path = os.path.join(parent, item.name)
-                if item.kind != "dir":
-                    continue
-                for place, name in [(parent, item.name)] + [(path, n) for n in recovery.inside(self.files, path)]:
-                    note(catalog.look(self.files, place, name, "dir", ("", 0)), place)
-        seen += [upto for _, upto in selection.abandoned(self.files, self.layout)]
-        return max(seen)
 
     def close(self, timeout: float = 60.0) -> None:
         """Give the root back when the last user closes it, after ``timeout`` seconds of deleting at most."""
@@ -346,27 +241,34 @@ class OwnedRoot:
             log.warning("nothing is rotated until the next start: %s", self.no_rotation)
             return []
         try:
-            entries = self.entries()
-            self.foreign(entries)
-            merged = dict(rotation.protected_now(self.files, self.layout, entries, self.watch))
-            merged.update(context.protected)
-            full = rotation.Context(merged, {**context.ignored, **self.in_doubt, **self.rejections()}, context.line,
-                                    context.origin, context.fresh)
-            verdicts = rotation.plan(series, entries, self.record.run, policy, full, self.examine)
-            victims = [v.entry for v in verdicts if not v.keep]
-            if victims:
-                for survivor in (v.entry for v in verdicts if v.keep and v.entry.head is not None
-                                 and v.entry.head.attempt in self._examined):
-                    self.vouch(survivor)
-            gone = rotation.move_to_trash(self.files, self.layout, self.generation, victims, self.watch)
-            names = [os.path.basename(path).rpartition(".")[0] for path in gone]
-            if gone:
-                self.janitor.delete(gone)
-                self.journal.event("rotated", names=names)
-            return names
+            return self.carry_out(self.verdicts(series, policy, context))
         except (OSError, MarkerError) as error:
             log.warning("could not rotate %s: %s; it will be tried again after the next save", self.layout.root, error)
             return []
+
+    def verdicts(self, series: str, policy: Policy, context: rotation.Context) -> list[rotation.Verdict]:
+        """What rotation lets go of ``series``, and why the rest stays. MarkerError, OSError."""
+        entries = self.entries()
+        self.foreign(entries)
+        merged = dict(rotation.protected_now(self.files, self.layout, entries, self.watch))
+        merged.update(context.protected)
+        full = rotation.Context(merged, {**context.ignored, **self.in_doubt, **self.rejections()}, context.line,
+                                context.origin, context.fresh)
+        return rotation.plan(series, entries, self.record.run, policy, full, self.examine)
+
+    def carry_out(self, verdicts: Sequence[rotation.Verdict]) -> list[str]:
+        """Move into trash what goes, once what stays is durable in fact; names of what went. MarkerError, OSError."""
+        victims = [v.entry for v in verdicts if not v.keep]
+        if victims:
+            for survivor in (v.entry for v in verdicts if v.keep and v.entry.head is not None
+                             and v.entry.head.attempt in self._examined):
+                self.vouch(survivor)
+        gone = rotation.move_to_trash(self.files, self.layout, self.generation, victims, self.watch)
+        names = [os.path.basename(path).rpartition(".")[0] for path in gone]
+        if gone:
+            self.janitor.delete(gone)
+            self.journal.event("rotated", names=names)
+        return names
 
     def rejections(self) -> dict[str, str]:
         return {a: f"rejected: {why}" for a, why in catalog.rejections(self.files, self.layout).items()}
@@ -378,24 +280,81 @@ class OwnedRoot:
                 self.layout.staging(self.generation, "rejected.tmp"))
 
 
-def _agree_naming(files: Files, layout: Layout, record: RootRecord | None, asked: Naming | None) -> Naming:
-    if record is not None:
-        if asked is not None and asked != record.naming:
-            raise ConfigError(f"root {layout.root} was made with naming {record.naming.template!r}, not {asked.template!r}; "
-                              "leave naming out, or use another root")
-        return record.naming
-    return asked or infer_naming(files, layout) or Naming.parse(catalog.DEFAULT_NAMING)
+class Claimed:
+    """A root that this process owns and has not recovered yet. ``owned``: it was open here already, and is shared."""
+
+    def __init__(self, files: Files, layout: Layout, runtime: Runtime, asked: Naming | None, ownership: Ownership,
+                 owned: OwnedRoot | None = None) -> None:
+        self.files, self.layout, self.runtime, self.asked = files, layout, runtime, asked
+        self.ownership, self.owned = ownership, owned
+
+    def settle(self, run_id: str | None, decided: Collection[str] | None = None) -> OwnedRoot:
+        """Recover, and make it this process's. ``decided``: of the attempts of several domains, those to roll forward, with the
+        others to be swept; None where the other domains are not known: such attempts are then left as they are."""
+        if self.owned is not None:
+            return self.owned
+        files, layout, runtime = self.files, self.layout, self.runtime
+        try:
+            # read again: while we waited, another owner may have made the record, saved, and released the root
+            record = catalog.read_record(files, layout)
+            naming = agree_naming(files, layout, record, self.asked)
+            record = settle_record(files, layout, runtime, record, naming, run_id, self.ownership.generation)
+            owned = OwnedRoot(files, layout, naming, self.ownership, record, runtime)
+            owned._start(decided)
+        except BaseException:
+            self.ownership.release()
+            raise
+        _open[_key(files, layout, runtime)] = self.owned = owned
+        return owned
+
+    def release(self) -> None:
+        """Give it back, settled or not."""
+        if self.owned is not None:
+            self.owned.close()
+        else:
+            self.ownership.release()
 
 
-def _settle_record(files: Files, layout: Layout, runtime: Runtime, record: RootRecord | None, naming: Naming,
-                   run_id: str | None, generation: int) -> RootRecord:
-    """root.json, durable before the first attempt. If it was lost, the run id comes from the newest marker (S7)."""
-    if record is not None:
-        if run_id is not None and run_id != record.run:
-            raise ConfigError(f"root {layout.root} belongs to run {record.run!r}, not {run_id!r}; use another root, or "
-                              "leave run_id out to go on with that run")
-        return record
-    heads = known_heads(files, layout)
-    record = RootRecord(run_id or (heads[0].run if heads else f"run-{runtime.token(6)}"), naming)
-    replace(files, layout.record, record.to_bytes(), layout.staging(generation, "root.tmp"))
-    return record
+def claim(files: Files, layout: Layout, runtime: Runtime, naming: Naming | None = None, run_id: str | None = None,
+          waiting: Callable[[str], None] = lambda text: None) -> Claimed:
+    """The root, claimed and fenced; RootInUse while another writer lives."""
+    with _opening:
+        shared = _open.get(_key(files, layout, runtime))
+        if shared is not None and shared.files is files:
+            if naming is not None and naming != shared.naming:
+                raise ConfigError(f"root {layout.root} is open in this process with naming {shared.naming.template!r}; "
+                                  f"{naming.template!r} cannot be used beside it: use a series or another root")
+            if run_id is not None and run_id != shared.record.run:
+                raise ConfigError(f"root {layout.root} is open in this process as run {shared.record.run!r}, not {run_id!r}")
+            shared.users += 1
+            return Claimed(files, layout, runtime, naming, shared.ownership, shared)
+        make_root(files, layout)
+        sync_root(files, layout)
+        asked, naming = naming, agree_naming(files, layout, catalog.read_record(files, layout), naming)
+        heads = [e.head for e in catalog.scan(files, layout, naming) if e.head is not None]
+        ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
+        return Claimed(files, layout, runtime, asked, ownership)
+
+
+def highest_seq(files: Files, layout: Layout, generation: int, entries: Sequence[Entry]) -> int:
+    """The highest of the root's ``entries``, of its staging and its trash."""
+    seen = [0]
+
+    def note(entry: Entry | None, place: str) -> None:
+        if entry is not None and not entry.certain:
+            raise OSError(errno.EIO, f"cannot tell its place in the order of commits, {entry.problem}; check the storage, or "
+                          "move it out of the root", os.path.join(place, entry.name))
+        if entry is not None and entry.head is not None:
+            seen.append(entry.head.seq)
+
+    for entry in entries:
+        note(entry, layout.root)
+    for parent in (layout.staging(generation), layout.trash(generation)):
+        for item in files.scan(parent):
+            path = os.path.join(parent, item.name)
+            if item.kind != "dir":
+                continue
+            for place, name in [(parent, item.name)] + [(path, n) for n in recovery.inside(files, path)]:
+                note(catalog.look(files, place, name, "dir", ("", 0)), place)
+    seen += [upto for _, upto in selection.abandoned(files, layout)]
+    return max(seen)

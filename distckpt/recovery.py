@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from distckpt import catalog, trust
@@ -33,6 +34,7 @@ class Report:
     published: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     restored: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
 
 def inside(files: Files, directory: str) -> list[str]:
@@ -45,8 +47,12 @@ def inside(files: Files, directory: str) -> list[str]:
         raise
 
 
-def recover(files: Files, layout: Layout, naming: Naming, generation: int) -> Report:
-    """Roll committed attempts forward, move every other leftover to trash. OSError when the disk does not play along."""
+def recover(files: Files, layout: Layout, naming: Naming, generation: int, decided: Collection[str] | None = None) -> Report:
+    """Roll committed attempts forward, move every other leftover to trash. OSError when the disk does not play along.
+
+    A staged share of a checkpoint on several domains is committed only if another domain published its own: that is what
+    ``decided`` says. Without it, nobody here can tell, and the share is neither published nor swept (S1).
+    """
     report = Report()
     committed = []
     for item in files.scan(layout.staging(generation)):
@@ -56,6 +62,14 @@ def recover(files: Files, layout: Layout, naming: Naming, generation: int) -> Re
             continue
         files.fsync_dir(path)  # an exchange may be seen and not be durable: what is swept as the old half must stay it (S2)
         found = _committed(files, layout, naming, path, item.name) if ATTEMPT.fullmatch(item.name) else None
+        if found is not None and found.head.of > 1 and decided is None:
+            report.left.append(item.name)
+            continue
+        if found is not None and found.head.of > 1 and decided is not None and item.name not in decided:
+            # presumed abort; without its marker first, it cannot be taken for a trace of a checkpoint (S3, S7)
+            unlink_if_there(files, os.path.join(path, found.head.name, MARKER))
+            files.fsync_dir(os.path.join(path, found.head.name))
+            found = None
         if found is None:
             _sweep(files, layout, generation, item.name, report)
         else:

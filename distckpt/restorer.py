@@ -10,6 +10,8 @@ from distckpt import options, resume
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call
+from distckpt.domains.domains import Domains
+from distckpt.domains.standing import Abroad
 from distckpt.errors import ConfigError, DistckptError, ResumeError
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.options import Seams, Timeouts
@@ -27,9 +29,11 @@ class Restorer:
     """What every resume of one manager has in common. ``owned`` is there on rank 0 only."""
 
     def __init__(self, seams: Seams, layout: Layout, naming: Naming, group: Group, owned: OwnedRoot | None, lineage: Lineage,
-                 fingerprint: str | None, timeouts: Timeouts) -> None:
+                 fingerprint: str | None, timeouts: Timeouts, domains: Domains | None = None,
+                 abroad: Abroad | None = None) -> None:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._owned, self._lineage, self._fingerprint, self._timeouts = owned, lineage, fingerprint, timeouts
+        self._domains, self._abroad = domains, abroad
 
     def resume(self, series: str, step: int | None, verify: str, allow_fresh: bool) -> Resumed:
         """Collective."""
@@ -72,7 +76,8 @@ class Restorer:
             if source is not None:
                 layout = Layout.at(source)
             if self._owned is not None and source is None:
-                chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish)
+                chooser = resume.Chooser(files, layout, self._naming, self._owned.record.run, self._owned, self._lineage, wish,
+                                         self._abroad)
             elif self._owned is not None:
                 other = warned(Root(layout.root, files, self._seams.runtime))
                 chooser = resume.Chooser(files, layout, other.naming, None, None, self._lineage, wish)
@@ -80,6 +85,7 @@ class Restorer:
             call.refuse(error, self._timeouts.arrive)
         except OSError as error:
             call.refuse(ResumeError(f"resume: {layout.root} cannot be read: {error}", step=None), self._timeouts.arrive)
-        looker = resume.Looker(files, layout.root, self._group, self._seams.runtime, self._timeouts.visible)
+        looker = resume.Looker(files, layout.root, self._group, self._seams.runtime, self._timeouts.visible,
+                               self._domains)
         return resume.agree(call, self._group, chooser, looker, wish, layout.root, files, self._timeouts.arrive,
                             self._timeouts.progress)

@@ -8,6 +8,7 @@ resume an error, because "I could not look" must never discard the newest checkp
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from distckpt.catalog import Entry, Problem
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
+from distckpt.domains.domains import Domains, ranks_text
+from distckpt.domains.standing import Abroad
 from distckpt.durable import GONE, Files
 from distckpt.errors import (
     DistckptError,
@@ -63,12 +66,13 @@ class Wish:
 
 
 class Chooser:
-    """Rank 0's side. ``owned`` is None when the candidates stand in another root (a warm start)."""
+    """Rank 0's side. ``owned`` is None when the candidates stand in another root (a warm start). ``abroad``: what other nodes'
+    disks hold and rank 0's does not."""
 
     def __init__(self, files: Files, layout: Layout, naming: Naming, run: str | None, owned: OwnedRoot | None,
-                 lineage: Lineage, wish: Wish) -> None:
+                 lineage: Lineage, wish: Wish, abroad: Abroad | None = None) -> None:
         self._files, self._layout, self._naming, self._run = files, layout, naming, run
-        self._owned, self._lineage, self._wish = owned, lineage, wish
+        self._owned, self._lineage, self._wish, self._abroad = owned, lineage, wish, abroad or Abroad()
         self._found: selection.Candidates | None = None
         self._entries: list[Entry] = []
         self._queue: list[Entry] = []
@@ -97,7 +101,8 @@ class Chooser:
         assert self._found is not None
         if wish.step is not None or (self._found.skipped and not wish.allow_fresh):
             raise self._none_usable()
-        traces = [] if wish.allow_fresh or wish.source else selection.traces(self._files, self._layout, self._entries)
+        traces = [] if wish.allow_fresh or wish.source else [
+            *selection.traces(self._files, self._layout, self._entries), *self._abroad.traces]
         if wish.source or traces:
             raise ResumeError(f"resume: {self._layout.root} holds no checkpoint of series {wish.series!r}, but it had one "
                               f"({'; '.join(traces) or 'it was named as the source'}); not starting fresh silently. Restore it, "
@@ -118,7 +123,9 @@ class Chooser:
         ranges = selection.abandoned(self._files, self._layout)
         self._found = selection.candidates(self._entries, wish.series, self._run, rejected, ranges,
                                            selection.recorded(self._files, self._layout))
+        self._found.skipped.update({name: why for series, name, why in self._abroad.missing if series == wish.series})
         self._queue = list(self._found.usable)
+        apart = self._owned.apart if self._owned is not None else ()
         if self._found.legacy:
             names = self._found.legacy
             log.warning("%d director%s in %s never committed or not written by distckpt (%s), passed over: 'distckpt adopt %s "
@@ -131,7 +138,8 @@ class Chooser:
                               "falling back on a guess. Check the storage on that host and start again", step=unsure[0].step)
         if wish.step is not None:
             self._queue = [e for e in self._entries if e.series == wish.series and e.step == wish.step and e.committed
-                           and e.head is not None and (self._run is None or e.head.run == self._run)]
+                           and e.head is not None and (self._run is None or e.head.run == self._run)
+                           and e.head.attempt not in apart]
             if not self._queue:
                 have = [e.step for e in self._found.usable]
                 here = self._layout.root
@@ -180,6 +188,11 @@ class Chooser:
         entry, found = self._now
         unsure = {rank: report["unsure"] for rank, report in reports.items() if report.get("unsure")}
         bad = {rank: report["bad"] for rank, report in reports.items() if report.get("bad")}
+        moved = {rank: report["moved"] for rank, report in reports.items() if report.get("moved")}
+        if moved:
+            raise ResumeError(f"resume: {entry.name} is whole, and its files are on other nodes than the ranks that wrote "
+                              f"them: {'; '.join(moved[rank] for rank in sorted(moved)[:4])}. Start the job with its nodes in "
+                              "the order of the save (a host file, or srun --distribution)", step=entry.step)
         if bad:
             rank = min(bad)
             self._reject(entry, f"{bad[rank]} (seen by rank {rank})")
@@ -212,12 +225,13 @@ class Chooser:
 class Looker:
     """Every rank's side: sees the marker, then its share of the files."""
 
-    def __init__(self, files: Files, root: str, group: Group, runtime: Runtime, visible: float) -> None:
-        self._files, self._root, self._group, self._runtime = files, root, group, runtime
+    def __init__(self, files: Files, root: str, group: Group, runtime: Runtime, visible: float,
+                 domains: Domains | None = None) -> None:
+        self._files, self._root, self._group, self._runtime, self._domains = files, root, group, runtime, domains
         self._patience = max(visible, STILL) if files.is_network(root) else 0.0
 
     def look(self, name: str, attempt: str, digest: bool) -> tuple[Marker | None, Report]:
-        """(the marker, {} | {"bad": ...} | {"unsure": ...})."""
+        """(the marker, {} | {"bad": ...} | {"unsure": ...} | {"moved": ...})."""
         directory = f"{self._root}/{name}"
         self._group.pulse.phase(f"looking at {name}")
         begun = self._runtime.monotonic()
@@ -235,7 +249,12 @@ class Looker:
             break
         if found.head.attempt != attempt:
             return None, {"unsure": f"its {MARKER} is of attempt {found.head.attempt}, rank 0 sees {attempt}"}
-        problems = [self._patient(directory, e, digest) for e in share(found, self._group.rank, self._group.world, digest)]
+        if found.head.of > 1:
+            problem = self._elsewhere(found)
+            if problem:
+                return None, problem
+        mine = share(found, self._group.rank, self._group.world, digest, self._domains.mine if self._domains else ())
+        problems = [self._patient(directory, e, digest) for e in mine]
         seen = [p for p in problems if p is not None]
         certain = [p for p in seen if p.certain]
         if certain:
@@ -243,6 +262,17 @@ class Looker:
         if seen:
             return found, {"unsure": f"{seen[0].path} {seen[0].what}"}
         return found, {}
+
+    def _elsewhere(self, found: Marker) -> Report:
+        """Empty when this rank's disk has the share that this rank wrote into."""
+        rank, host = self._group.rank, self._group.identity.host
+        if self._domains is None:
+            return {"unsure": f"it is {found.head.share}"}
+        if found.world == self._group.world and rank not in found.domains[found.head.part][1]:
+            writer = next((name for name, ranks in found.domains if rank in ranks), "an unknown node")
+            return {"moved": f"rank {rank} runs on {host} and wrote on {writer}; {host} has the files of "
+                             f"{ranks_text(found.domains[found.head.part][1])}"}
+        return {}
 
     def _patient(self, directory: str, entry: FileEntry, digest: bool) -> Problem | None:
         begun = self._runtime.monotonic()
@@ -257,23 +287,26 @@ class Looker:
                 continue  # the next look says what is wrong
 
 
-def share(found: Marker, rank: int, world: int, digest: bool) -> list[FileEntry]:
-    """The files that ``rank`` looks at: all files are dealt out, whatever the number of ranks (S23).
+def share(found: Marker, rank: int, world: int, digest: bool, mine: Sequence[int] = ()) -> list[FileEntry]:
+    """The files that ``rank`` looks at: all files are dealt out, whatever the number of ranks (S23). ``mine``: the ranks that
+    see this disk, where not all do.
 
     By size each rank looks at its own; reading for digests is dealt so that every rank reads about as much.
     """
+    if not digest and found.world == world and (found.head.of > 1 or not mine):
+        return [e for e in found.files if e.rank == rank]
+    if mine:
+        rank, world = list(mine).index(rank), len(mine)
     if not digest:
-        if found.world == world:
-            return [e for e in found.files if e.rank == rank]
         return [e for e in found.files if e.rank % world == rank]
     loads = [0] * world
-    mine = []
+    dealt = []
     for entry in sorted(found.files, key=lambda e: (-e.size, e.path)):
         lightest = loads.index(min(loads))
         loads[lightest] += entry.size + 4096
         if lightest == rank:
-            mine.append(entry)
-    return mine
+            dealt.append(entry)
+    return dealt
 
 
 def agree(call: Call, group: Group, chooser: Chooser | None, looker: Looker, wish: Wish, root: str, files: Files,

@@ -11,6 +11,8 @@ from distckpt.catalog import Entry, read_marker
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.digest import SHA256
+from distckpt.domains.domains import Domains, ranks_text
+from distckpt.domains.standing import Abroad
 from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.launch.environment import detect
@@ -34,14 +36,16 @@ class Start:
         self._naming, self._run_id, self._allow_shared = naming, run_id, allow_shared
         self._probe = ""
         self.owned: OwnedRoot | None = None
+        self.share: OwnedRoot | None = None
+        self.domains: Domains | None = None
+        self.abroad: Abroad | None = None
 
     def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
         """The root's naming; the same errors on every rank. Rank 0 owns the root when this returns."""
         try:
-            verdict = call.round({"root": self._layout.root, "options": options, **_key_report()}, self._open, arrive)
+            verdict = call.round({"root": self._layout.root, "options": options, **report_key()}, self._open, arrive)
             self._probe = self._layout.staging(verdict["generation"], verdict["probe"])
-            problem = self._try_storage(verdict["probe"], verdict["nonce"], visible)
-            call.round({"problem": problem}, self._judge, arrive)
+            call.round(self._try_storage(verdict["probe"], verdict["nonce"], visible), self._judge, arrive)
         except BaseException:
             if self.owned is not None:
                 self.owned.close()
@@ -51,10 +55,7 @@ class Start:
 
     def _open(self, reports: dict[int, Report]) -> Report:
         require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
-        for rank, report in sorted(reports.items()):
-            if "key_problem" in report:
-                raise ConfigError(f"rank {rank} on {self._group.hosts[rank]}: {report['key_problem']}")
-        require_same(reports, {"key": f"the key of {KEY_VARIABLE}"}, "start")
+        require_one_key(reports, self._group.hosts)
         try:
             self._refuse_shared()
             owned = OwnedRoot.open(self._files, self._layout, self._runtime, self._naming, self._run_id,
@@ -75,8 +76,9 @@ class Start:
         if not self._allow_shared:
             refuse_shared(self._files, self._layout.root)
 
-    def _try_storage(self, name: str, nonce: str, visible: float) -> str | None:
-        """What is wrong with the root as this rank sees it; None when nothing is.
+    def _try_storage(self, name: str, nonce: str, visible: float) -> Report:
+        """``problem``: what is wrong with the root as this rank sees it; None when nothing is. ``blind``: it does not see what
+        rank 0 wrote, and where the disk that it sees is mounted.
 
         The nonce's name came by the verdict, after its fsync, and is never looked up before (S10).
         """
@@ -91,11 +93,22 @@ class Start:
                     break
             except OSError as error:
                 if error.errno not in GONE:
-                    return f"cannot read it: {error}"
+                    return {"problem": f"cannot read it: {error}"}
             if self._runtime.monotonic() - begun > patience:
-                return "does not see what rank 0 wrote there: the root is not on storage that all hosts share"
+                return {"problem": "does not see what rank 0 wrote there: the root is not on storage that all hosts share",
+                        "blind": self._mount()}
             self._runtime.sleep(0.05)
-        mine = os.path.join(self._probe, f"rank-{self._group.rank}")
+        return {"problem": self._try_there(self._probe)}
+
+    def _mount(self) -> str:
+        try:
+            return self._files.mount_point(self._files.real(self._layout.root))
+        except OSError:
+            return "an unknown mount"
+
+    def _try_there(self, probe: str) -> str | None:
+        """What a save could not do in the directory ``probe``; None when it can do all it needs."""
+        mine = os.path.join(probe, f"rank-{self._group.rank}")
         try:
             make_dir(self._files, mine)
             write_new(self._files, os.path.join(mine, "a"), b"distckpt")
@@ -113,6 +126,8 @@ class Start:
             remove_tree(self._files, self._layout.root, self._probe)
         except OSError as error:
             problems.setdefault(0, f"cannot remove a directory there: {error}")
+        if any("blind" in report for report in reports.values()):
+            raise self._apart(reports, problems)
         if problems:
             fine = sorted({self._group.hosts[r] for r in reports if r not in problems})
             bad = "; ".join(f"rank {rank} on {self._group.hosts[rank]} {text}" for rank, text in sorted(problems.items())[:8])
@@ -121,8 +136,32 @@ class Start:
                               "mounts, writable, at the same path")
         return {}
 
+    def _apart(self, reports: dict[int, Report], problems: dict[int, str]) -> ConfigError:
+        """Which hosts see rank 0's storage, and where the others' root is; those may each have their own."""
+        hosts = self._group.hosts
+        sees = [rank for rank in sorted(reports) if "blind" not in reports[rank]]
+        groups: dict[str, list[int]] = {}
+        for rank in sorted(set(reports) - set(sees)):
+            groups.setdefault(f"{hosts[rank]} ({{}}, on {reports[rank]['blind']})", []).append(rank)
+        blind = min(set(reports) - set(sees))
+        others = ", ".join(where.format(ranks_text(ranks)) for where, ranks in list(groups.items())[:8])
+        more = "; ".join(f"rank {rank} on {hosts[rank]} {problems[rank]}" for rank in sees if rank in problems)
+        return ConfigError(
+            f"root {self._layout.root} cannot be used by all ranks: rank {blind} on {hosts[blind]} {problems[blind]}. "
+            f"Fine on: {', '.join(dict.fromkeys(hosts[r] for r in sees))} ({ranks_text(sees)}, on {self._mount()}); on another "
+            f"storage: {others}{f'. Besides, {more}' if more else ''}. Put the root on storage that every host mounts, writable, "
+            "at the same path; or, if every node's own disk is what you want, pass storage='node-local'")
 
-def _key_report() -> Report:
+
+def require_one_key(reports: dict[int, Report], hosts: dict[int, str]) -> None:
+    """Every rank has the same key to sign with, or none."""
+    for rank, report in sorted(reports.items()):
+        if "key_problem" in report:
+            raise ConfigError(f"rank {rank} on {hosts[rank]}: {report['key_problem']}")
+    require_same(reports, {"key": f"the key of {KEY_VARIABLE}"}, "start")
+
+
+def report_key() -> Report:
     """Which key this rank has, or why it has none: an error of one rank alone would strand the others."""
     try:
         return {"key": key_id(key())}

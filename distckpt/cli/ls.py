@@ -41,6 +41,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         about = f"about {room}" if room <= _MANY else f"more than {_MANY}"
         footer += f", room for {about} more of {newest.entry.name}'s size"
     out.line(footer)
+    shares = output.shares(row.entry.head for row in rows)
+    if shares:
+        out.line(shares)
     if staged:
         some = ", ".join(staged[:3]) + (" ..." if len(staged) > 3 else "")
         out.line(f"{output.plural(len(staged), 'attempt')} in staging ({some}): in progress, or left by a crash; "
@@ -64,4 +67,5 @@ def document(root: Root, row: Row) -> dict[str, Any]:
             "series": row.entry.series, "committed": seen is not None, "states": row.words, "reason": row.text,
             "seq": head.seq if head else None, "attempt": head.attempt if head else None, "run": head.run if head else None,
             "time": seen.time if seen else None, "bytes": seen.size if seen else None, "files": seen.count if seen else None,
+            "share": [head.part + 1, head.of] if head and head.of > 1 else None,
             "world": seen.world if seen else None, "metrics": dict(seen.metrics) if seen else None}

@@ -12,8 +12,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
+
+from distckpt.marker import Head
 
 Row = Sequence[str]
 
@@ -130,6 +132,15 @@ def age(now: float, then: float) -> str:
             amount = f"{int(seconds // length)} {unit}"
             break
     return f"{amount} ago" if now >= then or seconds < 1 else f"{amount} ahead"
+
+
+def shares(heads: Iterable[Head | None]) -> str | None:
+    """What to say where a root holds one node's shares of checkpoints."""
+    some = next((head for head in heads if head is not None and head.of > 1), None)
+    if some is None:
+        return None
+    return (f"this is one of {some.of} nodes' own disks (share {some.part + 1}): a checkpoint can be used only if the other "
+            f"{some.of - 1} have their shares as well, which this command does not see")
 
 
 def metrics(values: Mapping[str, float], limit: int = 3) -> str:

@@ -63,6 +63,7 @@ class Plan:
         protected = rotation.protected_now(root.files, root.layout, entries, watch)
         protected[chosen.attempt] = "; ".join(filter(None, (protected.get(chosen.attempt), "resume would choose it")))
         ignored = {a: f"rejected: {why}" for a, why in catalog.rejections(root.files, root.layout).items()}
+        ignored.update({e.head.attempt: f"it is {e.head.share}" for e in entries if e.head is not None and e.head.of > 1})
         self.context = Context(protected, ignored, line=((chosen.marker.branch, chosen.seq), *chosen.marker.lineage),
                                origin=chosen.marker.parent, fresh=_since_resume(root, entries, chosen))
         self.sizes: dict[str, int] = {}

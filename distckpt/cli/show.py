@@ -11,6 +11,7 @@ from distckpt import human, journal
 from distckpt.checkpoint import Checkpoint
 from distckpt.cli import exits, latest, output, survey, target
 from distckpt.cli.output import Output
+from distckpt.domains.domains import ranks_text
 from distckpt.errors import StepNotFound
 from distckpt.layout import MAIN
 from distckpt.reader import Root
@@ -52,7 +53,7 @@ def _facts(root: Root, checkpoint: Checkpoint, states: str, names: dict[str, str
              ("attempt", f"{head.attempt} (generation {head.generation})"), ("run", head.run),
              ("saved", f"{_clock(marker.time)}, {output.age(root.runtime.time(), marker.time)}"
                        + (f", by {marker.host}" if marker.host else "")),
-             ("world", output.plural(marker.world, "rank")),
+             ("world", output.plural(marker.world, "rank")), *_shares(checkpoint),
              ("size", f"{human.size(marker.size)} in {output.plural(len(marker.files), 'file')}"),
              ("branch", marker.branch), ("parent", _parent(marker.parent, names))]
     if marker.lineage:
@@ -68,6 +69,17 @@ def _facts(root: Root, checkpoint: Checkpoint, states: str, names: dict[str, str
             facts.append((title, f"{key} = {shown}"))
             title = ""
     return facts
+
+
+def _shares(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Where the other shares are, of a checkpoint on several nodes' disks."""
+    marker, title = checkpoint.marker, "nodes"
+    found = []
+    for number, (host, ranks) in enumerate(marker.domains):
+        here = ", this share" if number == marker.head.part else ""
+        found.append((title, f"{number + 1} of {marker.head.of}: {host} ({ranks_text(ranks)}){here}"))
+        title = ""
+    return found
 
 
 def _commit(seq: int) -> str:
@@ -122,5 +134,7 @@ def _document(checkpoint: Checkpoint, states: str, holders: list[tuple[str, str]
             "lineage": [list(pair) for pair in marker.lineage], "retention": marker.retention,
             "fingerprint": marker.fingerprint, "metrics": dict(marker.metrics), "meta": dict(marker.meta),
             "payload": dict(marker.payload), "leases": [{"kind": kind, "reason": reason} for kind, reason in holders],
+            "share": [head.part + 1, head.of] if head.of > 1 else None,
+            "nodes": [{"host": host, "ranks": list(ranks)} for host, ranks in marker.domains],
             "files": [{"path": f.path, "bytes": f.size, "digest": f.digest, "rank": f.rank} for f in marker.files],
             "journal": events}

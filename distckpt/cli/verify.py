@@ -50,6 +50,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     total = sum(r.marker.size for r in done if r.marker is not None)
     out.line(f"{output.plural(len(done), 'checkpoint')} verified ({how}), {human.size(total)}: "
              + (f"{len(bad)} damaged" if bad else "all ok"))
+    shares = output.shares(r.marker.head for r in done if r.marker is not None)
+    if shares:
+        out.line(shares)
     return exits.DAMAGED if bad else exits.OK
 
 

@@ -42,36 +42,51 @@ class _Displaced(OSError):
 
 def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
     """Commit and publish a staged attempt that every rank acked. The decision is already fixed as ``committing``."""
-    attempt, name = found.head.attempt, found.head.name
-    staged = owned.layout.staging(owned.generation, attempt, name)
-    files = owned.files
+    return prepare(owned, found) or publish(owned, found, replace=replace)
+
+
+def prepare(owned: OwnedRoot, found: Marker) -> Outcome | None:
+    """Steps 1 and 2; None when the marker is durable. It has been taken back when it could be, otherwise."""
+    staged, files = staging_of(owned, found), owned.files
     try:
         fsync_tree_dirs(files, staged)
         write_new(files, os.path.join(staged, MARKER), _marker.build(found, trust.key()))
         files.fsync_dir(staged)
         owned.ownership.check()
     except (OSError, RootInUse) as error:
-        return _withdraw(owned, staged, error)
+        return withdraw(owned, staged, error)
+    return None
+
+
+def publish(owned: OwnedRoot, found: Marker, *, replace: bool, decided: bool = False) -> Outcome:
+    """Step 3. ``decided``: another domain's rename has decided that it exists; ours is owed then, and its marker stays for the
+    next start to roll forward."""
+    attempt, name, files = found.head.attempt, found.head.name, owned.files
+    staged = staging_of(owned, found)
     try:
         _move(owned, attempt, name, replace)
     except _Displaced as error:
-        return _doubt(owned, attempt, error)
+        return doubt(owned, attempt, error)
     except OSError as error:
         if _marker_attempt(owned, owned.layout.final(name)) == attempt:
             pass  # the reply was lost, the rename was not (S14)
-        elif _marker_attempt(owned, staged) == attempt:
-            return _withdraw(owned, staged, error)
+        elif not decided and _marker_attempt(owned, staged) == attempt:
+            return withdraw(owned, staged, error)
         else:
-            return _doubt(owned, attempt, error)
+            return doubt(owned, attempt, error)
     try:
         files.fsync_dir(os.path.dirname(staged))
         files.fsync_dir(owned.layout.root)
     except OSError as error:
         owned.no_rotation = f"the directory of {name} could not be synced ({error})"
-        return _doubt(owned, attempt, error)
+        return doubt(owned, attempt, error)
     _clear(owned, attempt, name, replace)
     owned.vouched(found)
     return Outcome("committed")
+
+
+def staging_of(owned: OwnedRoot, found: Marker) -> str:
+    return owned.layout.staging(owned.generation, found.head.attempt, found.head.name)
 
 
 def _marker_attempt(owned: OwnedRoot, directory: str) -> str | None:
@@ -83,7 +98,7 @@ def _marker_attempt(owned: OwnedRoot, directory: str) -> str | None:
         return None
 
 
-def _withdraw(owned: OwnedRoot, staged: str, error: Exception) -> Outcome:
+def withdraw(owned: OwnedRoot, staged: str, error: Exception) -> Outcome:
     """Take the commit back before anybody hears of it: a marker left behind would be rolled forward at the next start,
     over a tree that is being removed (S3)."""
     try:
@@ -95,7 +110,7 @@ def _withdraw(owned: OwnedRoot, staged: str, error: Exception) -> Outcome:
     return Outcome("aborted", error)
 
 
-def _doubt(owned: OwnedRoot, attempt: str, error: Exception) -> Outcome:
+def doubt(owned: OwnedRoot, attempt: str, error: Exception) -> Outcome:
     owned.in_doubt[attempt] = f"its outcome is unknown ({error})"
     return Outcome("unknown", error)
 

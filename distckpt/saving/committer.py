@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from distckpt import catalog, human, rotation
 from distckpt.catalog import Entry
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Report, require_same
+from distckpt.domains.domains import Domains
 from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
-from distckpt.layout import MAIN, MARKER, Naming, member_path_problem
+from distckpt.layout import MAIN, Naming
 from distckpt.marker import FileEntry, Head, Marker
-from distckpt.ordered import walk
 from distckpt.owned import OwnedRoot
 from distckpt.retention import Policy
-from distckpt.saving.commit import commit
+from distckpt.saving.commit import Outcome, commit
 from distckpt.saving.hooks import journal_failures
 from distckpt.saving.lineage import Lineage
-from distckpt.saving.terms import Go, Request, both_wrote, raise_failures, save_error
+from distckpt.saving.terms import Go, Request, raise_failures, save_error
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Committer:
         self._beside: list[str] = []
         self._sizes: dict[str, int | None] = {}
         self.series_committed: set[str] = set()
+        self.domains: Domains | None = None
 
     def prepare(self, request: Request, policy: Policy) -> None:
         """What the coming call is about; before its first round."""
@@ -71,7 +74,8 @@ class Committer:
                                "members": "which members are saved"}, f"save of step {request.step}")
         try:
             with self.owned.lock:
-                return {"go": self._begin(request, reports)}
+                verdict = {"go": self._begin(request, reports)}
+                return verdict if self.domains is None else {**verdict, "doubt": sorted(self.owned.in_doubt)}
         except DistckptError:
             raise  # StepAlreadyExists is an OSError too
         except OSError as error:
@@ -81,7 +85,7 @@ class Committer:
     def _begin(self, request: Request, reports: dict[int, Report]) -> dict[str, Any]:
         owned = self.owned
         owned.sweep()
-        existing, replace = self._existing(request)
+        existing, replaces = self._existing(request)
         discard = existing is not None and request.discardable
         attempt, seq = owned.runtime.token(8), 0
         if existing is None or discard:
@@ -98,7 +102,7 @@ class Committer:
             me = self.group.identity
             owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq, job=me.job,
                                 restart=me.restart, elastic=me.elastic)
-        go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replace, discard=discard,
+        go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replaces, discard=discard,
                 existing=existing)
         return dict(vars(go))
 
@@ -178,7 +182,8 @@ class Committer:
 
     def _check_room(self, request: Request, reports: dict[int, Report]) -> None:
         needed = self.needed(request.series)
-        known = {rank: report["free"] for rank, report in reports.items() if report.get("free") is not None}
+        known = {rank: report["free"] for rank, report in reports.items()
+                 if report.get("free") is not None and (self.domains is None or rank in self.domains.mine)}
         if needed is None or not known:
             return
         trash = self.owned.janitor
@@ -195,65 +200,40 @@ class Committer:
 
     # -- acks and commit -----------------------------------------------------------------------------------------
 
-    def compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], tuple[int, str] | None]:
-        """(files on disk that nobody acked, (rank, complaint) if the acks are not what stands there).
-
-        The union of the acks must be exactly the listing: two ranks on one path, an acked file that rank 0 does not
-        see, a size that differs, a symlink - each ends the attempt.
-        """
-        owner: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        for rank, entries in acked.items():
-            for entry in entries:
-                if entry.path in owner:
-                    return [], (rank, both_wrote(entry.path, owner[entry.path], rank))
-                owner[entry.path], sizes[entry.path] = rank, entry.size
-        staged = self.owned.layout.staging(self.owned.generation, go.attempt, go.name)
-        unclaimed, seen = [], set()
-        for path, item in walk(self.owned.files, staged):
-            if item.kind == "dir":
-                continue
-            rank = owner.get(path, 0)
-            if item.kind != "file":
-                return [], (rank, f"{path!r} is a {item.kind}, not a regular file")
-            problem = "it is the marker's name" if path == MARKER else member_path_problem(path)
-            if problem:
-                return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}")
-            seen.add(path)
-            if path not in owner:
-                unclaimed.append(path)
-                continue
-            size = self.owned.files.stat(f"{staged}/{path}").size
-            if size != sizes[path]:
-                return [], (rank, f"{path!r} has {size} bytes on rank 0's host and {sizes[path]} where it was written")
-        for path in sorted(set(owner) - seen):
-            return [], (owner[path], f"{path!r} was written on {self.group.hosts[owner[path]]} and is not seen by rank 0: is the "
-                                     "root on storage that all hosts share?")
-        if not seen:
-            return [], (0, "no rank wrote anything; an empty checkpoint is not one")
-        return unclaimed, None
+    def draft(self, go: Go, notes: dict[int, dict[str, Any]]) -> Marker:
+        """The marker of ``go``, without its files."""
+        owned, request, lineage = self.owned, self.request, self.lineage
+        assert self._policy is not None
+        return Marker(
+            head=Head(go.seq, request.step, go.attempt, go.name, request.series, owned.record.run, owned.generation),
+            world=self.group.world, files=(), branch=lineage.branch, parent=lineage.parent, lineage=lineage.ancestors,
+            time=owned.runtime.time(), host=self.group.identity.host, metrics=request.metrics, meta=request.meta,
+            payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
 
     def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]],
                slowest: tuple[int, float]) -> Report:
         """Marker, publish; the committed verdict, or the SaveError that says aborted or unknown."""
-        owned, request, lineage = self.owned, self.request, self.lineage
-        assert self._policy is not None
-        entries = tuple(sorted((e for rank in acked for e in acked[rank]), key=lambda e: e.path))
-        found = Marker(
-            head=Head(go.seq, request.step, go.attempt, go.name, request.series, owned.record.run, owned.generation),
-            world=self.group.world, files=entries, branch=lineage.branch, parent=lineage.parent, lineage=lineage.ancestors,
-            time=owned.runtime.time(), host=self.group.identity.host, metrics=request.metrics, meta=request.meta,
-            payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
-        self._beside = list(found.payload.get("beside", []))
-        with owned.lock:
-            outcome = commit(owned, found, replace=go.replace)
-        owned.live.discard(go.attempt)
+        found = replace(self.draft(go, notes), files=in_order(acked))
+        with self.owned.lock:
+            outcome = commit(self.owned, found, replace=go.replace)
+        self.owned.live.discard(go.attempt)
         if outcome.state != "committed":
-            assert outcome.error is not None
-            if isinstance(outcome.error, DistckptError):
-                raise outcome.error
-            raise save_error(request.step, go.attempt, {0: self._failure(outcome.error)}, self.group.world,
-                             outcome.state) from outcome.error
+            raise self.failed(go, outcome) from outcome.error
+        return self.committed(go, found, slowest)
+
+    def failed(self, go: Go, outcome: Outcome) -> DistckptError:
+        """The error of an outcome that is not committed."""
+        assert outcome.error is not None
+        if isinstance(outcome.error, DistckptError):
+            return outcome.error
+        return save_error(self.request.step, go.attempt, {0: self._failure(outcome.error)}, self.group.world, outcome.state)
+
+    def committed(self, go: Go, found: Marker, slowest: tuple[int, float], size: int | None = None,
+                  count: int | None = None) -> Report:
+        """Note it everywhere, and give the verdict. ``size``, ``count``: of all domains, where ``found`` is but one's."""
+        owned, request, lineage = self.owned, self.request, self.lineage
+        size, count = found.size if size is None else size, len(found.files) if count is None else count
+        self._beside = list(found.payload.get("beside", []))
         lineage.fresh.append(go.attempt)
         self.series_committed.add(request.series)
         self._sizes[request.series] = found.size
@@ -263,16 +243,16 @@ class Committer:
         if owned.durations is not None:
             owned.durations = [*owned.durations[-199:], seconds]
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
-                            seq=go.seq, bytes=found.size, files=len(entries), seconds=round(seconds, 3),
+                            seq=go.seq, bytes=size, files=count, seconds=round(seconds, 3),
                             blocked=round(blocked, 3), background=round(behind, 3), slowest_rank=slowest[0],
                             slowest_seconds=round(slowest[1], 3))
         log.info("committed %s: step %d, %d ranks, %d files, %s; training was blocked for %.2f s, %.2f s went in the background, "
-                 "rank %d was the slowest with %.2f s", go.name, request.step, self.group.world, len(entries),
-                 human.size(found.size), blocked, behind, *slowest)
-        return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq, "bytes": found.size,
-                              "files": len(entries), "slowest": list(slowest)}}
+                 "rank %d was the slowest with %.2f s", go.name, request.step, self.group.world, count,
+                 human.size(size), blocked, behind, *slowest)
+        return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq, "bytes": size,
+                              "files": count, "slowest": list(slowest)}}
 
-    def after_commit(self, go: Go) -> None:
+    def after_commit(self, go: Go, rotate: Callable[[str, Policy], Any] | None = None) -> None:
         """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
         request = self.request
         assert self._policy is not None
@@ -280,13 +260,16 @@ class Committer:
             if request.series == MAIN:
                 self.owned.point_to(go.name)
             self.owned.put_beside(go.name, self._beside)
-            self.rotate(request.series, self._policy)
+            (rotate or self.rotate)(request.series, self._policy)
 
     def rotate(self, series: str, policy: Policy) -> list[str]:
         """Apply ``policy`` to ``series``; names of what went."""
-        context = rotation.Context(protected={}, ignored={}, line=self.lineage.line, origin=self.lineage.parent,
-                                   fresh=frozenset(self.lineage.fresh))
-        return self.owned.rotate(series, policy, context)
+        return self.owned.rotate(series, policy, self.context())
+
+    def context(self, ignored: Mapping[str, str] | None = None, protected: Mapping[str, str] | None = None) -> rotation.Context:
+        """What this run's lineage says to rotation."""
+        return rotation.Context(protected=protected or {}, ignored=ignored or {}, line=self.lineage.line,
+                                origin=self.lineage.parent, fresh=frozenset(self.lineage.fresh))
 
     def aborted(self, go: Go, error: DistckptError, swept: bool) -> None:
         """Every rank that could be told was told; the space comes back now if all writers have returned."""
@@ -303,6 +286,11 @@ class Committer:
         self.owned.live.discard(go.attempt)
         with self.owned.lock:
             self.owned.remove_attempt(go.attempt)
+
+
+def in_order(acked: Mapping[int, list[FileEntry]]) -> tuple[FileEntry, ...]:
+    """The manifest of the ranks' acks."""
+    return tuple(sorted((e for rank in acked for e in acked[rank]), key=lambda e: e.path))
 
 
 def final_name(naming: Naming, series: str, step: int) -> str:

@@ -136,8 +136,9 @@ class RankFiles:
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
                  aborted: Callable[[], bool], skipped: bool = False, prefix: str = "",
-                 parent: RankFiles | None = None) -> None:
+                 parent: RankFiles | None = None, first: int = 0) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
+        self.first: int = parent.first if parent else first
         self._files, self._directory, self._prefix = files, directory, prefix
         self._algorithm, self._aborted = algorithm, aborted
         self._top: RankFiles = parent._top if parent else self
@@ -154,14 +155,15 @@ class RankFiles:
         return self._claim(rank_name(name, self.rank, self.world))
 
     def writes(self, name: str) -> bool:
-        """Whether this rank is the one that writes the replicated file ``name``. Local."""
+        """Whether this rank is the one that writes the replicated file ``name``: rank 0, and on nodes' own disks the first rank
+        of each. Local."""
         check_member_path(self._prefix + name)
-        return self.rank == 0
+        return self.rank == self.first
 
     def shared(self, name: str) -> str:
         """The path of a replicated file, on the one rank that writes it; ConfigError on the others. Local."""
         if not self.writes(name):
-            raise ConfigError(f"{name!r} is written by rank 0 for all; rank {self.rank} must not: guard the call with "
+            raise ConfigError(f"{name!r} is written by rank {self.first} for all; rank {self.rank} must not: guard the call with "
                               f"files.writes({name!r}), or use files.mine for a file per rank")
         return self._claim(name)
 

@@ -13,6 +13,7 @@ from typing import Any
 from distckpt import options
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Report, by_value
+from distckpt.domains.parts import Parts
 from distckpt.errors import ConfigError, DistckptError, RankDisagreement
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.marker import check_meta, check_metrics
@@ -43,10 +44,10 @@ class Saver:
 
     def __init__(self, seams: Seams, layout: Layout, naming: Naming, group: Group, committer: Committer | None,
                  timeouts: Timeouts, algorithm: str | None, on_exists: str, policy: Callable[[str], Policy],
-                 hooks: Hooks) -> None:
+                 hooks: Hooks, parts: Parts | None = None) -> None:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
-        self._on_exists, self._policy, self._hooks = on_exists, policy, hooks
+        self._on_exists, self._policy, self._hooks, self._parts = on_exists, policy, hooks, parts
 
     def ranks(self) -> Ranks:
         return Ranks(self._group.rank, self._group.world, self._group.collectives)
@@ -67,6 +68,9 @@ class Saver:
         rule = self._on_exists if on_exists is None else options.choice("on_exists", on_exists, options.ON_EXISTS)
         part = None if state is BLOCK else as_payload(state)
         if part is not None:
+            refusal = self.on_own_disks(part)
+            if refusal is not None:
+                raise refusal
             if part.collective:
                 self._group.require_collectives()
             part.check()
@@ -74,6 +78,14 @@ class Saver:
                           metrics=check_metrics(metrics), meta=check_meta(meta),
                           collective=part is not None and part.collective, discardable=part is None, blocked=blocked)
         return request, part
+
+    def on_own_disks(self, part: Payload) -> ConfigError | None:
+        """Why ``part`` cannot be saved where every node has its own disk; None when it can."""
+        if self._parts is None or not part.collective:
+            return None
+        return ConfigError("storage='node-local': this state is saved by a framework's collectives (DCP, DeepSpeed), which need "
+                           "every rank's files on one storage. Save with Shards or a state dict per rank, or in manager.saving "
+                           "with files.mine, or use a root that all nodes share")
 
     def meet(self, step: int) -> None:
         """Make the group of a framework's collectives, after one round, so that all ranks make it or none. Collective, on the
@@ -100,14 +112,14 @@ class Saver:
                 self._committer.prepare(request, self._policy(series))
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
                                algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
-                               visible=self._timeouts.visible)
+                               visible=self._timeouts.visible, parts=self._parts)
             files = work.begin({"options": self._policy(series).spec, "members": payload.members if payload else None,
                                 **self._hooks.drain()})
             if files is None:
                 assert work.go is not None
                 self._settle(saved, {"existing": work.go.existing}, request, begun)
                 yield RankFiles(self._seams.files, "", self._group.rank, self._group.world, algorithm=None, aborted=lambda: False,
-                                skipped=True), payload, saved
+                                skipped=True, first=self._parts.first if self._parts else 0), payload, saved
                 return
             try:
                 self._enter(work, request.collective)

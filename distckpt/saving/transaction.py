@@ -16,11 +16,13 @@ from typing import Any
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
+from distckpt.domains.parts import PREPARE, Parts
 from distckpt.durable import GONE, Files
 from distckpt.errors import DistckptError, RankFailure, RankLost, RankTimeout, SaveError, from_wire, to_wire
 from distckpt.layout import Layout
 from distckpt.marker import FileEntry
 from distckpt.runtime import Runtime
+from distckpt.saving.compare import compare
 from distckpt.saving.files import PeerFailed, RankFiles, make_durable
 from distckpt.saving.terms import Go, Request, both_wrote, save_error
 
@@ -35,12 +37,14 @@ def _let_go(error: BaseException | None) -> None:
 
 
 class Transaction:
-    """One attempt, from begin to the verdict, on one rank. ``committer`` is there on rank 0 only."""
+    """One attempt, from begin to the verdict, on one rank. ``committer`` is there on rank 0 only; ``parts`` where there are
+    several storage domains."""
 
     def __init__(self, call: Call, group: Group, files: Files, layout: Layout, runtime: Runtime, request: Request,
-                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, visible: float) -> None:
+                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, visible: float,
+                 parts: Parts | None = None) -> None:
         self._call, self._group, self._files, self._layout, self._runtime = call, group, files, layout, runtime
-        self.request, self._committer = request, committer
+        self.request, self._committer, self._parts = request, committer, parts
         self._algorithm, self._arrive, self._progress, self._visible = algorithm, arrive, progress, visible
         self._client, self._pulse = group.rounds.client, group.pulse
         self.go: Go | None = None
@@ -64,12 +68,16 @@ class Transaction:
         go = self.go = Go(**verdict["go"])
         if go.existing is not None and not go.discard:
             return None
-        self._directory = self._layout.staging(go.generation, go.attempt, go.name)
+        parts = self._parts
+        self._directory = self._layout.staging(parts.generation if parts else go.generation, go.attempt, go.name)
         self._decision = self._call.key(go.attempt, "decision")
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
-                           aborted=lambda: self._client.has(self._decision), skipped=go.discard)
+                           aborted=lambda: self._client.has(self._decision), skipped=go.discard,
+                           first=parts.first if parts else 0)
         self._pulse.probe(handle.written_bytes)
+        if parts is not None:
+            parts.begin(self._call, self.request, go, self._progress, self._failure, verdict["doubt"])
         return handle
 
     def _free(self) -> int | None:
@@ -83,6 +91,8 @@ class Transaction:
         it exists: network file systems remember an absence for half a minute. Re-listing the parent does not."""
         assert self.go is not None
         outer = os.path.dirname(self._directory)
+        if self._parts is not None:
+            self._parts.make_staging()
         begun = self._runtime.monotonic()
         pause = 0.01
         while True:
@@ -93,6 +103,8 @@ class Transaction:
             except OSError as error:
                 if error.errno not in GONE:
                     raise
+            if self._parts is not None and self._client.has(self._decision):
+                raise PeerFailed  # the committer of a domain could not make its directory
             waited = self._runtime.monotonic() - begun
             if waited > self._visible:
                 raise FileNotFoundError(2, f"not visible on this host {waited:.0f} s after rank 0 made it: is the root on "
@@ -163,7 +175,10 @@ class Transaction:
         if standing.get("filled"):
             self._client.set(left_keys[self._group.rank], {})
         if self._group.rank != 0:
-            return self._await_outcome(go, outcome_key, failed="failure" in report)
+            if self._parts is None:
+                return self._await_outcome(go, outcome_key)
+            with self._parts.ending():
+                return self._parts.carry_out(self._await_outcome(go, outcome_key))
         reports, watch = self._call.gather(keys, self._progress, progress=True, abort=self._decision)
         return self._lead(go, reports, watch, outcome_key, left_keys)
 
@@ -178,15 +193,18 @@ class Transaction:
             unclaimed: list[str] = []
             if problem is None:
                 acked = {rank: [FileEntry(p, s, d, rank) for p, s, d in report["files"]] for rank, report in reports.items()}
-                unclaimed, problem = self._compare(go, acked)
-            if problem is None and not self._fix("sync" if unclaimed else "committing"):
+                unclaimed, problem = self._compare(go, acked) if self._parts is None else ([], None)
+            notes = {rank: report.get("notes", {}) for rank, report in reports.items()}
+            if problem is None and self._parts is not None:
+                self._parts.announce(notes)
+            if problem is None and not self._fix(PREPARE if self._parts else "sync" if unclaimed else "committing"):
                 problem = self._problem(go, reports, absence)
             elif problem is None and unclaimed:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
-                verdict: Report = self._committer.commit(go, acked, {r: rep.get("notes", {}) for r, rep in reports.items()},
-                                                         _slowest(reports))
+                commit = self._parts.commit if self._parts else self._committer.commit
+                verdict: Report = commit(go, acked, notes, _slowest(reports))
             else:
                 self._client.claim(self._decision, {"aborted": None})
                 raise problem
@@ -208,7 +226,7 @@ class Transaction:
             self._committer.unknown(go, told)
             raise
         self._client.set(outcome_key, verdict)
-        self._committer.after_commit(go)
+        self._committer.after_commit(go, self._parts.rotate if self._parts else None)
         return verdict
 
     def _fix(self, decision: str) -> bool:
@@ -243,7 +261,7 @@ class Transaction:
     def _compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], SaveError | None]:
         """Files on disk that nobody acked; and an error when the acks are not what stands there."""
         try:
-            unclaimed, complaint = self._committer.compare(go, acked)
+            unclaimed, complaint = compare(self._files, self._directory, acked, self._group.hosts)
         except OSError as error:
             return [], save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)
         if complaint is None:
@@ -310,7 +328,7 @@ class Transaction:
 
     # -- the others ----------------------------------------------------------------------------------------------
 
-    def _await_outcome(self, go: Go, outcome_key: str, failed: bool) -> Report:
+    def _await_outcome(self, go: Go, outcome_key: str) -> Report:
         self._pulse.phase("waiting for the decision")
         if not self._call.await_rank0(self._decision, self._progress):
             raise self._unknown(go)
@@ -321,6 +339,9 @@ class Transaction:
                 unclaimed = self._client.get([key])[0]["files"]
                 report = self._sync_here(unclaimed, self._group.leaders.index(self._group.rank))
                 self._client.claim(self._call.key(go.attempt, "synced", self._group.rank), report)
+        elif decision.get(PREPARE):
+            if self._parts is None or not self._parts.prepare():
+                raise self._unknown(go)
         elif "aborted" in decision:
             return self._aborted(go, decision, outcome_key)
         self._pulse.phase("waiting for the commit")
@@ -374,6 +395,9 @@ class Transaction:
             if error is None:
                 raise
             raise raised from error
+        finally:
+            if self._parts is not None:
+                self._parts.discard()
 
 
 def _enter(reports: dict[int, Report]) -> Report:

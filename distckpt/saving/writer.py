@@ -130,7 +130,7 @@ class WriterProcess:
             if arena.size:
                 send_handle(channel, arena.handle, child.pid)
             self._known = arena.version
-        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm))
+        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first))
 
     def _follow(self, files: RankFiles) -> None:
         channel, child = self._channel, self._child
@@ -277,7 +277,7 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, rank: int, world: int,
-               algorithm: str | None) -> tuple[Any, ...]:
+               algorithm: str | None, first: int) -> tuple[Any, ...]:
     said = [time.monotonic()]
 
     def between() -> bool:
@@ -287,7 +287,7 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
             channel.send(("bytes", files.bytes_written))
         return channel.poll(0)
 
-    files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between)
+    files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between, first=first)
     try:
         _Unpacker(packed, block).load().write(files, Ranks(rank, world, lambda: None))
     except PeerFailed:

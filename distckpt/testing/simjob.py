@@ -25,7 +25,7 @@ from distckpt.testing.simruntime import SimClient, SimRuntime, SimStore, Watched
 from distckpt.testing.told import Book, Told
 
 ROOT = "/disk/run"
-KINDS = ("kill", "stop", "slow", "fail", "lost", "power")
+KINDS = ("kill", "stop", "slow", "fail", "lost", "power", "node")
 
 Program = Callable[[Told, int], Any]
 
@@ -36,7 +36,7 @@ class Strike:
 
     kill; stop (SIGSTOP for ``value`` seconds, without: for ever); slow (every operation takes ``value`` seconds from there on);
     fail (the ``at``-th operation of that rank that writes fails with the errno named ``value``); lost (the same, but it was
-    done: only the reply is lost); power (the machine is off).
+    done: only the reply is lost); power (the machine is off); node (that of the rank is: every rank on its disk).
     """
 
     kind: str
@@ -100,8 +100,11 @@ class Job:
     """The processes of one job, from start to end."""
 
     def __init__(self, number: int, disk: CrashFiles, world: int, seed: int, policy: Policy, strikes: Sequence[Strike],
-                 options: dict[str, Any], *, apart: bool, horizon: float, limit: int, traced: bool) -> None:
+                 options: dict[str, Any], *, apart: bool, horizon: float, limit: int, traced: bool,
+                 disks: Sequence[CrashFiles] = ()) -> None:
+        """``disks``: that of each rank, where the nodes have disks of their own."""
         self.number, self.disk, self.world, self.seed, self.strikes, self.apart = number, disk, world, seed, list(strikes), apart
+        self.disks = list(disks)
         self.file_faults: Mapping[int, Sequence[faults.Fault]] = options.pop("file_faults", {})
         self.view: Callable[[Files, int, SimRuntime], Files] | None = options.pop("files", None)
         self.options = options
@@ -118,12 +121,14 @@ class Job:
         processes = scheduler.processes = [Process(f"{self.number}.{name}") for name in names]
         store = SimStore()
         visit = scheduler.visit
-        self.disk.before_op = lambda op, path: visit("file", op, path)
+        for disk in {id(disk): disk for disk in [self.disk, *self.disks]}.values():
+            disk.before_op = lambda op, path: visit("file", op, path)
 
         def start() -> None:
             server = _Server(store, scheduler)
             for rank, process in enumerate(processes):
-                host = f"host-{rank if self.apart or rank >= world else 0}"
+                node = self.disks.index(self.disks[rank]) if self.disks and rank < world else 0
+                host = f"host-{rank if self.apart or rank >= world else node}"
                 me = Identity(host, 100 * self.number + rank, f"boot of {host}", "pid:[1]", str(self.number))
                 runtime = SimRuntime(scheduler, process, me, self.living, self.seed * 8 + rank)
                 if rank < world:
@@ -144,7 +149,8 @@ class Job:
             finally:
                 owned._open.clear()
                 scheduler.dispose()
-                self.disk.before_op = None
+                for disk in [self.disk, *self.disks]:
+                    disk.before_op = None
         ended = Ended(hung=hung, stacks=stacks, managers=self.managers, saves=self._story(),
                       steps=scheduler.steps, total=scheduler.total, seconds=scheduler.now - 1_000.0, keys=len(store.data),
                       trace=scheduler.trace or [])
@@ -190,7 +196,7 @@ class Job:
         return lambda: program(me)
 
     def _files(self, rank: int, runtime: SimRuntime) -> Files:
-        files: Files = self.disk
+        files: Files = self.disks[rank] if rank < len(self.disks) else self.disk
         found = list(self.file_faults.get(rank, ()))
         for number, strike in enumerate(self.strikes):
             if strike.rank == rank and strike.kind in ("fail", "lost"):
@@ -229,9 +235,14 @@ class Job:
             scheduler.due.setdefault(strike.at, []).append(hit(power))
         if strike.rank != rank or strike.kind in ("power", "fail", "lost"):
             return
+        def node() -> None:
+            for other, each in enumerate(scheduler.processes[:self.world]):
+                if not self.disks or self.disks[other] is self.disks[rank]:
+                    scheduler.kill(each)
+
         seconds = float(strike.value) if strike.value else None
         act: dict[str, Callable[[], None]] = {
-            "kill": lambda: scheduler.kill(process), "stop": lambda: scheduler.stop(process, seconds),
+            "kill": lambda: scheduler.kill(process), "node": node, "stop": lambda: scheduler.stop(process, seconds),
             "slow": lambda: setattr(process, "delay", seconds or 0.1)}
         process.due.setdefault(strike.at, []).append(hit(act[strike.kind]))
 

@@ -75,6 +75,17 @@ class Simulation:
         disks = list(self.files.crash_states(_STATES, self.seed))
         return random.Random(repr((self.seed, self.strikes))).sample(disks, min(self.cuts, len(disks)))
 
+    def _disks(self, world: int) -> list[CrashFiles]:
+        """The disk of each rank; empty: all have ``files``."""
+        return []
+
+    def tree(self) -> checker.Tree:
+        """Every file under the root, as the checker wants it."""
+        return tree_of(self.files)
+
+    def _content(self, path: str) -> str:
+        return content_at(self.files, path)
+
     def job(self, program: Program, strikes: Sequence[str | Strike] = (), *, world: int | None = None,
             beside: Mapping[str, Callable[[Beside], Any]] | None = None, **more: Any) -> Run:
         """One job on the disk as it is. ``beside``: further processes, each on a host of its own, numbered in the results
@@ -83,7 +94,8 @@ class Simulation:
         number = self._jobs
         job = Job(number, self.files, self.world if world is None else world, self.seed * 31 + number,
                   self._policy(self.seed * 7 + number), [Strike.parse(s) if isinstance(s, str) else s for s in strikes],
-                  {**self.options, **more}, apart=self.apart, horizon=self.horizon, limit=self.limit, traced=self.traced)
+                  {**self.options, **more}, apart=self.apart, horizon=self.horizon, limit=self.limit, traced=self.traced,
+                  disks=self._disks(self.world if world is None else world))
         ended = job.run(program, beside or {})
         run = Run(**vars(ended))
         run.violations += _one_step(run, job.strikes)
@@ -91,29 +103,33 @@ class Simulation:
         self.saves += run.saves
         return run
 
+    def _settled(self) -> list[str]:
+        """What is wrong besides, when a restart has saved once more."""
+        return []
+
     def restart(self, before: Run | None = None, *, world: int | None = None, went_on: bool = True, **more: Any) -> Run:
         """A job on what is left: resume, save once more; judged before and after that save. What it finds is added to ``before``,
         the job that ended."""
         run = before if before is not None else Run()
         seen: dict[int, Any] = {}
-        trees: list[dict[str, bytes]] = []
-        disk, saves = self.files, self.saves
+        trees: list[checker.Tree] = []
+        saves = self.saves
 
         def program(manager: Told, rank: int) -> None:
             found = manager.resume(verify="digest")
             if rank == 0:
-                trees.append(tree_of(disk))
-            seen[rank] = None if found.checkpoint is None else (found.checkpoint.step, content_at(disk, found.checkpoint.path))
+                trees.append(self.tree())
+            seen[rank] = None if found.checkpoint is None else (found.checkpoint.step, self._content(found.checkpoint.path))
             manager.save((found.step or 0) + 1000, State(b"after the restart, of rank %d" % rank))
 
-        stood = checker.standing(tree_of(disk))
+        stood = checker.standing(self.tree())
         self.saves = []
         after = self.job(program, world=world, **more)
         for rank, error in after.errors.items():
             seen.setdefault(rank, f"{type(error).__name__}: {error}")
         run.resumed, run.trace, run.steps = seen, run.trace + after.trace, run.steps + after.steps
         run.hung, run.stacks = run.hung + after.hung, run.stacks + after.stacks
-        tree = trees[0] if trees else tree_of(disk)
+        tree = trees[0] if trees else self.tree()
         run.violations += checker.check(Story(saves, keep=self.keep), Found(
             tree, seen, errors=run.said, disturbed=run.disturbed, injected=_to_be_told(run, saves)))
         run.violations += [f"{line} (after the restart)" for line in after.violations]
@@ -123,8 +139,8 @@ class Simulation:
         if not worked:
             run.violations.append(f"I8: the save after the restart did not work: {after.errors}")
         elif trees:
-            wrong = checker.check(Story([*saves, *after.saves], keep=self.keep), Found(tree_of(disk), {}, went_on=True))
-            run.violations += [f"{line} (after one more save)" for line in wrong]
+            wrong = checker.check(Story([*saves, *after.saves], keep=self.keep), Found(self.tree(), {}, went_on=True))
+            run.violations += [f"{line} (after one more save)" for line in [*wrong, *self._settled()]]
         standing = sorted(checker.standing(tree).values())
         run.outcome += f"|{standing}|{[sorted(s.told.items()) for s in saves]}|{sorted(seen.items())}"
         self.saves = [*saves, *after.saves]
@@ -158,7 +174,7 @@ def _one_step(run: Run, strikes: Sequence[Strike]) -> list[str]:
     as if all were well.
     """
     struck = {strike.rank for strike in strikes if strike.kind in ("kill", "stop")}
-    if any(strike.kind == "power" for strike in strikes):
+    if any(strike.kind in ("power", "node") for strike in strikes):
         return []
     asked = {rank: manager for rank, manager in run.managers.items()
              if rank not in struck and isinstance(run.errors.get(rank), (DistckptError, NoneType))}

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
-         "saving/saver.py", "durable.py", "ordered.py", "removal.py", "owned.py", "recovery.py", "rotation.py", "janitor.py",
-         "ownership.py", "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
+         "saving/saver.py", "saving/compare.py", "domains/parts.py", "domains/opening.py", "domains/retire.py", "durable.py",
+         "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
+         "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
 
 _SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
 _CALLS = _SYNCS | {
@@ -74,6 +75,8 @@ class Picked:
 
 
 PICKED = (
+    Picked("saving/commit.py", "return prepare(owned, found) or publish(owned, found, replace=replace)",
+           "return publish(owned, found, replace=replace) or prepare(owned, found)"),
     Picked("durable.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL |", "os.O_WRONLY | os.O_CREAT |"),
     Picked("saving/transaction.py", "return self._client.claim(self._decision, {decision: True}).get(decision) is True",
            "return True"),

@@ -11,6 +11,7 @@ from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
 from distckpt.testing.checker import COMMITTED, SKIPPED
 from distckpt.testing.crashfs import CrashFiles, write_payload
+from distckpt.testing.simnodes import Nodes
 from distckpt.testing.simulation import QUICK, Program, Run, Simulation, State, Strike, Told
 
 _AT_ONCE = 1.0
@@ -23,7 +24,7 @@ _ASKING = 10.0
 class Scenario:
     """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped.
     ``raises``: a rank of this program raises though nothing goes wrong. ``prompt``: its own steps take no time, so that what a
-    fault costs is the library's."""
+    fault costs is the library's. ``nodes``: more than one have disks, and kernels, of their own."""
 
     program: Program
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -31,12 +32,13 @@ class Scenario:
     raises: bool = False
     prompt: bool = True
     disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk")
+    nodes: int = 1
 
     def judge(self, run: Run, faults: Sequence[str], apart: bool = False) -> list[str]:
         """What is wrong with ``run`` beyond what the checker knows."""
-        wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop")) for fault in faults) else []
+        wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop", "node")) for fault in faults) else []
         if self.prompt:
-            wrong += _late(run, [Strike.parse(fault) for fault in faults], apart, self.raises)
+            wrong += _late(run, [Strike.parse(fault) for fault in faults], apart or self.nodes > 1, self.raises)
         if not faults and not self.raises:
             wrong += [f"I8: nothing was wrong, and rank {rank} raised {type(error).__name__}: {str(error)[:300]}"
                       for rank, error in run.errors.items()]
@@ -45,6 +47,8 @@ class Scenario:
         return wrong
 
     def simulation(self, world: int = 2, seed: int = 0, **more: Any) -> Simulation:
+        if self.nodes > 1:
+            return Nodes(world, seed, nodes=self.nodes, disk=self.disk, **{**self.options, **more})
         return Simulation(world, seed, disk=self.disk, **{**self.options, **more})
 
 
@@ -171,7 +175,8 @@ def _stopped(run: Run) -> list[str]:
 def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
     """Seconds from the first fault until the last rank that lives had raised or ended; None when a fault takes time itself, or
     none fired."""
-    if not run.struck or any(strike.kind in ("power", "slow") or (strike.kind == "stop" and strike.value) for strike in strikes):
+    slow = [s for s in strikes if s.kind in ("power", "slow", "node") or (s.kind == "stop" and s.value)]
+    if not run.struck or slow:
         return None
     gone = {strike.rank for strike in strikes if strike.kind in ("kill", "stop")}
     begun = min(moment.seconds for moment in run.struck.values())
@@ -212,4 +217,11 @@ SCENARIOS: dict[str, Scenario] = {
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
     "leaving": Scenario(leaving, raises=True),
+    "local": Scenario(sync, nodes=2),
+    "local-3": Scenario(sync, nodes=3),
+    "local-background": Scenario(in_background, nodes=2),
+    "local-replacing": Scenario(replacing, nodes=2),
+    "local-replacing-nfs": Scenario(replacing, disk=_no_exchange, nodes=2),
+    "local-framework": Scenario(framework, nodes=2),
+    "local-leaving": Scenario(leaving, raises=True, nodes=2),
 }

@@ -42,16 +42,16 @@ def test_every_file_of_the_ordering_code_gives_some_and_each_is_another_program(
 
 
 def test_the_rules_that_the_design_names_are_among_them(all_of_them: list[Mutant]) -> None:
-    one(all_of_them, "commit", "fsync_tree_dirs(files, staged)")
-    one(all_of_them, "commit", "owned.ownership.check()")
-    one(all_of_them, "commit", "files.fsync_dir(owned.layout.root)")
-    one(all_of_them, "commit", "fsync_tree_dirs(files, staged)", "write_new(")
-    one(all_of_them, "commit", "try:\n        fsync_tree_dirs", "try:\n        _move(")  # published before it is committed
+    one(all_of_them, "prepare", "fsync_tree_dirs(files, staged)")
+    one(all_of_them, "prepare", "owned.ownership.check()")
+    one(all_of_them, "publish", "files.fsync_dir(owned.layout.root)")
+    one(all_of_them, "prepare", "fsync_tree_dirs(files, staged)", "write_new(")
+    one(all_of_them, "picked", "return prepare(owned, found) or", "return publish(")  # published before it is committed
     one(all_of_them, "PieceWriter.close", "self._out.fsync()")
     one(all_of_them, "PieceWriter.close", "self._out.close()")
     one(all_of_them, "Transaction.finish", "self._client.claim(self._decision")
     one(all_of_them, "to_trash", "files.fsync_dir(os.path.dirname(target))")
-    one(all_of_them, "_doubt", "owned.in_doubt[attempt]")
+    one(all_of_them, "doubt", "owned.in_doubt[attempt]")
     one(all_of_them, "Gate.freeze", "self._open.clear()", "ordinal, step = self.place")
     one(all_of_them, "Background.poll", "gate.place =", "if gate.flag")
     assert len([m for m in all_of_them if m.kind == "picked"]) == len(PICKED)

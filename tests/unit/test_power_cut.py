@@ -292,7 +292,7 @@ def test_mutant_rotation_before_publishing_turns_the_check_red(monkeypatch: pyte
 
 def test_mutant_an_abort_that_leaves_its_marker_turns_the_check_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """S3: what was announced as aborted would be published by the next start."""
-    monkeypatch.setattr(commit, "_withdraw", lambda owned, staged, error: commit.Outcome("aborted", error))
+    monkeypatch.setattr(commit, "withdraw", lambda owned, staged, error: commit.Outcome("aborted", error))
     assert "resumed from (4, 'four fails')" in _red()
 
 
