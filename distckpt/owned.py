@@ -287,6 +287,7 @@ class Claimed:
                  owned: OwnedRoot | None = None) -> None:
         self.files, self.layout, self.runtime, self.asked = files, layout, runtime, asked
         self.ownership, self.owned = ownership, owned
+        self._released = False
 
     def settle(self, run_id: str | None, decided: Collection[str] | None = None) -> OwnedRoot:
         """Recover, and make it this process's. ``decided``: of the attempts of several domains, those to roll forward, with the
@@ -302,13 +303,16 @@ class Claimed:
             owned = OwnedRoot(files, layout, naming, self.ownership, record, runtime)
             owned._start(decided)
         except BaseException:
-            self.ownership.release()
+            self.release()
             raise
         _open[_key(files, layout, runtime)] = self.owned = owned
         return owned
 
     def release(self) -> None:
-        """Give it back, settled or not."""
+        """Give it back, settled or not. Once."""
+        released, self._released = self._released, True
+        if released:
+            return
         if self.owned is not None:
             self.owned.close()
         else:

@@ -132,7 +132,7 @@ class LocalStart(Start):
             traces = [] if entries else selection.traces(self._files, self._layout, entries)
             rows = [[e.head.attempt, e.name, e.series, e.head.seq, e.step, e.head.part, e.head.of] for e in entries
                     if e.committed and e.head is not None and e.head.run == owned.record.run]
-            return {"entries": rows, "traces": traces}
+            return {"entries": rows, "traces": traces, "rejected": owned.rejections()}
         except DistckptError as error:
             return {"error": to_wire(error)}
         except OSError as error:

@@ -47,7 +47,7 @@ class Probe:
             call.round({"problem": problem}, self._judge, arrive)
             seen, problem = self._look(place, visible)
             problem = problem or self._try(place)
-            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive + visible)
+            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive + max(visible, STILL))
         finally:
             self._clear(place, mine)
         return Domains(tuple(tuple(ranks) for ranks in verdict["domains"]), self._rank, self._hosts)

@@ -50,8 +50,10 @@ def partial(domains: Domains, holds: Sequence[Report]) -> tuple[dict[str, str], 
             where.setdefault(row[0], {})[index] = row
     reasons = {}
     abroad = Abroad()
+    rejected = {attempt: f"on {domains.name(index)} it was {why}" for index, held in enumerate(holds)
+                for attempt, why in held["rejected"].items()}
     for attempt, rows in where.items():
-        why = _why_not(domains, holds, rows)
+        why = _why_not(domains, holds, rows) or rejected.get(attempt)
         if why is None:
             continue
         reasons[attempt] = why

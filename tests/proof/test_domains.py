@@ -110,6 +110,7 @@ def test_the_whole_machine_loses_its_power() -> None:
 def test_S10_ranks_that_turn_out_to_share_a_disk_have_one_committer() -> None:
     simulation = Simulation(2, storage="node-local", apart=True)
     run = well(simulation.job(saves(1, 2)))
+    assert run.errors == {} and len(run.managers) == 2
     assert all(manager._start.domains is None for manager in run.managers.values())
     well(simulation.restart())
 
@@ -148,6 +149,7 @@ def test_S10_a_probe_that_shows_up_late_makes_no_second_committer(hidden: tuple[
 
     simulation = Simulation(2, storage="node-local", apart=True, disk=disk)
     run = well(simulation.job(saves(1), files=view))
+    assert run.errors == {} and len(run.managers) == 2
     assert all(manager._start.domains is None for manager in run.managers.values())
 
 
@@ -181,10 +183,11 @@ def test_a_replaced_node_is_named_and_never_a_fresh_start(number: int) -> None:
     def over(manager: Told, rank: int) -> Any:
         assert manager.resume(allow_fresh=True).checkpoint is None
         manager.save(3, State(b"again"))
-        return manager.resume().step
+        found = manager.resume().checkpoint
+        return (found.step, found.seq) if found is not None else None
 
     again = nodes.job(over)
-    assert again.errors == {} and set(again.values.values()) == {3}
+    assert again.errors == {} and set(again.values.values()) == {(3, 4)}, "a seq is given once, whichever node remembers it (S11)"
 
 
 def test_an_explicit_step_that_one_node_lacks_is_not_found() -> None:
@@ -213,6 +216,21 @@ def test_a_checkpoint_that_one_node_finds_bad_is_passed_over_by_all() -> None:
     assert run.errors == {} and set(run.values.values()) == {2}
 
 
+def test_what_verify_rejected_on_one_node_is_passed_over_by_all() -> None:
+    nodes = Nodes(2, keep=3)
+    well(nodes.job(saves(1, 2)))
+    attempt = attempts(tree_of(nodes.nodes[1]))["step-2"]
+    nodes.nodes[1].overwrite(LAYOUT.rejected(attempt), b'{"reason": "a bit flipped"}')
+    run = nodes.job(lambda manager, rank: (manager.resume().step, manager.resume().skipped["step-2"]))
+    assert run.errors == {} and {step for step, _ in run.values.values()} == {1}
+    assert "on host-1 (rank 1) it was rejected: a bit flipped" in run.values[0][1]
+
+
+def test_S19_the_store_stays_as_large_as_it_was() -> None:
+    few, many = (Nodes(3, nodes=3).job(saves(*range(1, count))) for count in (4, 12))
+    assert few.errors == many.errors == {} and few.keys == many.keys
+
+
 def test_nodes_in_another_order_are_an_error_that_says_where_the_files_are() -> None:
     nodes = Nodes(4)
     well(nodes.job(saves(1, 2)))
@@ -221,6 +239,15 @@ def test_nodes_in_another_order_are_an_error_that_says_where_the_files_are() -> 
     assert {type(error) for error in run.errors.values()} == {ResumeError}
     text = str(run.errors[0])
     assert "rank 0 runs on host-0 and wrote on host-0" in text and "has the files of ranks 2-3" in text
+
+
+def test_a_probe_that_a_crash_left_goes_at_the_next_start() -> None:
+    nodes = Nodes(2)
+    well(nodes.job(saves(1)))
+    nodes.nodes[1].mkdir(LAYOUT.home("probe-00"))
+    nodes.nodes[1].append(LAYOUT.home("probe-00", "1"), b"distckpt")
+    well(nodes.job(saves(2)))
+    assert not [item.name for disk in nodes.nodes for item in disk.scan(LAYOUT.home()) if item.name.startswith("probe-")]
 
 
 def test_nodes_of_two_runs_are_refused() -> None:
@@ -261,12 +288,16 @@ def test_a_directory_that_one_node_cannot_make_ends_the_attempt_for_all_at_once(
     well(nodes.restart())
 
 
-def test_a_marker_that_one_node_cannot_write_ends_it_for_all() -> None:
-    nodes = Nodes(2)
-    run = nodes.job(saves(1, 2), **failing(1, "open", "step-2/commit.json"))
-    assert [set(save.told.values()) for save in nodes.saves] == [{COMMITTED}, {ABORTED}]
-    assert all("rank 1 on host-1" in str(error) for error in run.errors.values())
-    assert standing(nodes) == [["step-1"], ["step-1"]]
+@pytest.mark.parametrize("rank, op, part", [(1, "open", "step-2/commit.json"), (0, "open", "step-2/commit.json"),
+                                            (0, "rename", "/run/step-2")])
+def test_a_domain_that_cannot_commit_ends_it_for_all_and_no_marker_stays(rank: int, op: str, part: str) -> None:
+    """S3: what was prepared elsewhere takes its marker back before the abort is told."""
+    nodes = Nodes(3, nodes=3)
+    run = nodes.job(saves(1, 2), **failing(rank, op, part))
+    assert [set(save.told.values()) for save in nodes.saves] == [{COMMITTED}, {ABORTED}] and run.seconds < 6
+    assert all(f"rank {rank} on host-{rank}" in str(error) for error in run.errors.values())
+    assert standing(nodes) == [["step-1"]] * 3
+    assert not [path for disk in nodes.nodes for path in disk.snapshot() if "/staging/" in path and path.endswith("commit.json")]
     well(nodes.restart())
 
 
@@ -278,14 +309,12 @@ def test_a_node_that_owes_its_share_is_unknown_rotates_nothing_and_is_settled_at
         with pytest.raises(SaveError) as caught:
             manager.save(2, State(bytes_of(rank, 2)))
         assert caught.value.outcome == "unknown" and "rank 1 on host-1" in str(caught.value)
+        assert not manager.save(2, State(bytes_of(rank, 2, "again: ")), on_exists="skip").skipped, "it is in doubt"
         manager.save(3, State(bytes_of(rank, 3)))
 
     run = nodes.job(program, **failing(1, "rename", "/step-2"))
     assert run.errors == {}
-    assert standing(nodes) == [["step-1", "step-2", "step-3"], ["step-1", "step-3"]]
-    again = nodes.job(lambda manager, rank: manager.resume().step)
-    assert set(again.values.values()) == {3}
-    assert standing(nodes)[1] == ["step-1", "step-3"], "an older share is not rolled over a newer commit (S11)"
+    assert standing(nodes) == [["step-1", "step-2", "step-3"]] * 2, "nothing is rotated until the next start"
     well(nodes.restart())
 
 

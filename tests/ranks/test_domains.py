@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from distckpt.durable import REAL
-from distckpt.errors import ConfigError, NoUsableCheckpoint, ResumeError
+from distckpt.errors import ConfigError, NoUsableCheckpoint, RankDisagreement, ResumeError
 from distckpt.options import Seams, Timeouts
 from distckpt.payloads.dcp import DCP
 from distckpt.testing import faults
@@ -131,6 +131,10 @@ def _replaced(rank: int, world: int, home: str) -> None:
         manager.resume()
 
 
+def _disagree(rank: int, world: int, home: str) -> None:
+    manager_on(home, rank, keep_last=rank + 1)
+
+
 def errors(ended: list[Outcome], kind: type[BaseException]) -> str:
     for outcome in ended:
         assert isinstance(outcome.error, kind), outcome
@@ -146,6 +150,7 @@ def test_nodes_that_are_not_those_of_the_save(tmp_path: Path) -> None:
     assert "rank 0 runs on node-1 and wrote on node-0; node-1 has the files of rank 1" in text
     text = errors(run(2, _replaced, home), NoUsableCheckpoint)
     assert "node-2 holds no checkpoint of this run, and node-0 has 1, the newest of step 9" in text
-    text = errors(run(2, _shared, str(tmp_path)), ConfigError)
+    assert "the manager's options" in errors(run(2, _disagree, home), RankDisagreement)
+    text = errors(run(2, _shared, home), ConfigError)
     assert "rank 1 on node-1 does not see what rank 0 wrote there" in text and "storage='node-local'" in text
     assert "Fine on: node-0 (rank 0, on " in text and "on another storage: node-1 (rank 1, on " in text

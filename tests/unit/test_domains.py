@@ -74,8 +74,8 @@ def row(attempt: str, step: int, part: int, of: int = 2) -> list[Any]:
 
 
 def test_what_does_not_stand_everywhere_is_partial_and_says_where_it_is() -> None:
-    here = {"entries": [row("x", 1, 0), row("y", 2, 0)], "traces": []}
-    there = {"entries": [row("x", 1, 1), row("z", 3, 1)], "traces": []}
+    here = {"entries": [row("x", 1, 0), row("y", 2, 0)], "traces": [], "rejected": {}}
+    there = {"entries": [row("x", 1, 1), row("z", 3, 1)], "traces": [], "rejected": {}}
     reasons, abroad = partial(TWO, [here, there])
     assert set(reasons) == {"y", "z"}
     assert reasons["y"] == "it stands on a (ranks 0-1) and not on b (ranks 2-3)"
@@ -84,7 +84,7 @@ def test_what_does_not_stand_everywhere_is_partial_and_says_where_it_is() -> Non
 
 def test_a_whole_copy_on_every_node_can_be_used_and_twice_the_same_share_cannot() -> None:
     def reasons(*rows: list[Any]) -> dict[str, str]:
-        return partial(TWO, [{"entries": [one], "traces": []} for one in rows])[0]
+        return partial(TWO, [{"entries": [one], "traces": [], "rejected": {}} for one in rows])[0]
 
     assert reasons(row("x", 1, 0, 1), row("x", 1, 0, 1)) == {}
     assert reasons(row("x", 1, 1), row("x", 1, 0)) == {}, "permuted nodes are told apart at resume, rank by rank"
@@ -93,8 +93,8 @@ def test_a_whole_copy_on_every_node_can_be_used_and_twice_the_same_share_cannot(
 
 
 def test_S7_an_empty_node_among_full_ones_is_named() -> None:
-    full = {"entries": [row("x", 1, 0), row("y", 2, 0)], "traces": []}
-    reasons, abroad = partial(TWO, [full, {"entries": [], "traces": ["the journal records a commit"]}])
+    full = {"entries": [row("x", 1, 0), row("y", 2, 0)], "traces": [], "rejected": {}}
+    reasons, abroad = partial(TWO, [full, {"entries": [], "traces": ["the journal records a commit"], "rejected": {}}])
     assert "b holds no checkpoint of this run, and a has 2, the newest of step 2" in reasons["x"]
     assert abroad.traces == ["the journal records a commit on b"]
 
