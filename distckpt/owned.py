@@ -23,9 +23,10 @@ from distckpt.layout import ATTEMPT, HOME, MARKER, POINTER, SUBDIRECTORIES, Layo
 from distckpt.leases import Watch
 from distckpt.marker import Head, Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
-from distckpt.ownership import Ownership
+from distckpt.ownership import STILL, Ownership
+from distckpt.patience import Patience
 from distckpt.retention import Policy
-from distckpt.runtime import Runtime
+from distckpt.runtime import SYSTEM, Runtime
 from distckpt.status import Status
 
 log = logging.getLogger(__name__)
@@ -42,19 +43,20 @@ def _key(files: Files, layout: Layout, runtime: Runtime) -> tuple[int, str, str]
     return me.pid, me.started, files.real(layout.root)
 
 
-def make_root(files: Files, layout: Layout) -> None:
+def make_root(files: Files, layout: Layout, runtime: Runtime = SYSTEM) -> None:
     """The root and its own directories, each made with ``mkdir`` (umask and setgid hold) and made durable."""
     missing = []
     here = layout.root
+    patience = Patience.towards(files, runtime, here, STILL)  # another host's ranks, or its last job, may have made them just now
     while not files.is_dir(here):
         missing.append(here)
         here = os.path.dirname(here)
     try:
         for path in reversed(missing):
-            make_dir(files, path)
-        make_dir(files, layout.home())
+            make_dir(files, path, patience)
+        make_dir(files, layout.home(), patience)
         for name in SUBDIRECTORIES:
-            make_dir(files, layout.home(name))
+            make_dir(files, layout.home(name), patience)
     except (NotADirectoryError, FileExistsError) as error:
         raise ConfigError(f"root {layout.root} cannot be used: {error.filename} is there and is not a directory; choose "
                           "another root or move it away") from error
@@ -161,7 +163,7 @@ class OwnedRoot:
                 raise ConfigError(f"root {layout.root} is open in this process as run {shared.record.run!r}, not {run_id!r}")
             shared.users += 1
             return shared
-        make_root(files, layout)
+        make_root(files, layout, runtime)
         sync_root(files, layout)
         asked = naming
         naming = _agree_naming(files, layout, catalog.read_record(files, layout), asked)
@@ -173,6 +175,7 @@ class OwnedRoot:
             naming = _agree_naming(files, layout, record, asked)
             record = _settle_record(files, layout, runtime, record, naming, run_id, ownership.generation)
             owned = cls(files, layout, naming, ownership, record, runtime)
+            _await_newest(files, layout, runtime, waiting)
             owned._start()
         except BaseException:
             ownership.release()
@@ -376,6 +379,25 @@ class OwnedRoot:
         value = {"name": name, "reason": reason, "time": self.runtime.time()}
         replace(self.files, self.layout.rejected(attempt), json.dumps(value).encode(),
                 self.layout.staging(self.generation, "rejected.tmp"))
+
+
+def _await_newest(files: Files, layout: Layout, runtime: Runtime, waiting: Callable[[str], None]) -> None:
+    """Wait until the target of ``latest`` is listed.
+
+    A listing that this host remembers from before the last commit would hide that commit, its ``seq`` would be given again, and
+    resume would go back behind it. ``latest`` is read by a fresh open, and its target is never rotated away.
+    """
+    patience = Patience.towards(files, runtime, layout.root, STILL)
+    name = catalog.read_pointer(files, layout) if patience.seconds else None
+    if name is None:
+        return
+    for _ in patience.looks():
+        if any(item.name == name for item in files.scan(layout.root)):
+            return
+        waiting(f"'latest' names {name}, which {layout.root} does not list: looking again for up to {STILL:.0f} s, in case this "
+                "host is shown an old listing")
+    log.warning("'latest' of %s names %s, and this host did not see it there for %.0f s: it was removed by hand, or this mount "
+                "caches listings for longer (acdirmax); going on with what is listed", layout.root, name, STILL)
 
 
 def _agree_naming(files: Files, layout: Layout, record: RootRecord | None, asked: Naming | None) -> Naming:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from typing import Any
 
 from distckpt import catalog, human, rotation
@@ -15,6 +16,7 @@ from distckpt.layout import MAIN, MARKER, Naming, member_path_problem
 from distckpt.marker import FileEntry, Head, Marker
 from distckpt.ordered import walk
 from distckpt.owned import OwnedRoot
+from distckpt.patience import PASSING, Patience
 from distckpt.retention import Policy
 from distckpt.saving.commit import commit
 from distckpt.saving.hooks import journal_failures
@@ -193,44 +195,63 @@ class Committer:
 
     # -- acks and commit -----------------------------------------------------------------------------------------
 
-    def compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], tuple[int, str] | None]:
+    def compare(self, go: Go, acked: dict[int, list[FileEntry]],
+                patience: Patience) -> tuple[list[str], tuple[int, str] | None]:
         """(files on disk that nobody acked, (rank, complaint) if the acks are not what stands there).
 
         The union of the acks must be exactly the listing: two ranks on one path, an acked file that rank 0 does not
-        see, a size that differs, a symlink - each ends the attempt.
+        see, a size that differs, a symlink - each ends the attempt. What another host wrote may be late here: what its ranks
+        say of it counts, until this one has looked for as long as ``patience`` says.
         """
-        owner: dict[str, int] = {}
-        sizes: dict[str, int] = {}
+        owner: dict[str, FileEntry] = {}
         for rank, entries in acked.items():
             for entry in entries:
                 if entry.path in owner:
-                    return [], (rank, f"ranks {owner[entry.path]} and {rank} both wrote {entry.path!r}: use files.mine for "
+                    return [], (rank, f"ranks {owner[entry.path].rank} and {rank} both wrote {entry.path!r}: use files.mine for "
                                       "a file per rank, or files.writes with files.shared for one that is the same on all")
-                owner[entry.path], sizes[entry.path] = rank, entry.size
+                owner[entry.path] = entry
         staged = self.owned.layout.staging(self.owned.generation, go.attempt, go.name)
-        unclaimed, seen = [], set()
-        for path, item in walk(self.owned.files, staged):
-            if item.kind == "dir":
-                continue
-            rank = owner.get(path, 0)
-            if item.kind != "file":
-                return [], (rank, f"{path!r} is a {item.kind}, not a regular file")
-            problem = "it is the marker's name" if path == MARKER else member_path_problem(path)
-            if problem:
-                return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}")
-            seen.add(path)
-            if path not in owner:
-                unclaimed.append(path)
-                continue
-            size = self.owned.files.stat(f"{staged}/{path}").size
-            if size != sizes[path]:
-                return [], (rank, f"{path!r} has {size} bytes on rank 0's host and {sizes[path]} where it was written")
-        for path in sorted(set(owner) - seen):
-            return [], (owner[path], f"{path!r} was written on {self.group.hosts[owner[path]]} and is not seen by rank 0: is the "
-                                     "root on storage that all hosts share?")
-        if not seen:
-            return [], (0, "no rank wrote anything; an empty checkpoint is not one")
-        return unclaimed, None
+        for _ in patience.looks():
+            unclaimed, complaint, final = self._compare_now(staged, owner)
+            if final:
+                return unclaimed, complaint
+        if complaint is not None and patience.seconds:
+            complaint = complaint[0], f"{complaint[1]} Seen so for {patience.seconds:.0f} s after all ranks had written"
+        return unclaimed, complaint
+
+    def _compare_now(self, staged: str, owner: dict[str, FileEntry]) -> tuple[list[str], tuple[int, str] | None, bool]:
+        """As ``compare``, by one look; and whether that is final: another look may see what another host wrote."""
+        unclaimed, sizes = [], {}
+        try:
+            for path, item in walk(self.owned.files, staged):
+                if item.kind == "dir":
+                    continue
+                rank = owner[path].rank if path in owner else 0
+                if item.kind != "file":
+                    return [], (rank, f"{path!r} is a {item.kind}, not a regular file"), True
+                problem = "it is the marker's name" if path == MARKER else member_path_problem(path)
+                if problem:
+                    return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}"), True
+                sizes[path] = self.owned.files.stat(f"{staged}/{path}").size
+                if path not in owner:
+                    unclaimed.append(path)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            where = os.path.relpath(error.filename or staged, staged)
+            return [], (0, f"{where!r} went away while rank 0 looked at it ({error.strerror})"), False
+        hosts, here = self.group.hosts, self.group.identity.host
+        for entry in sorted((e for e in owner.values() if sizes.get(e.path) != e.size), key=lambda e: hosts[e.rank] != here):
+            by = f"rank {entry.rank} on {hosts[entry.rank]}"
+            if entry.path in sizes:
+                text = f"{entry.path!r} has {sizes[entry.path]} bytes for rank 0 on {here}, and {by} wrote {entry.size}"
+            else:
+                text = f"{entry.path!r} was written by {by} and is not seen by rank 0 on {here}"
+            text += "; is the root on storage that all hosts share?"
+            return [], (entry.rank, text), hosts[entry.rank] == here
+        if not sizes:
+            return [], (0, "no rank wrote anything; an empty checkpoint is not one"), len(self.group.leaders) == 1
+        return unclaimed, None, True
 
     def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]],
                slowest: tuple[int, float]) -> Report:

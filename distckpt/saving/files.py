@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, cast
 
 from distckpt import digest as _digest
@@ -13,7 +14,8 @@ from distckpt.durable import PIECE, Files, Output
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
-from distckpt.ordered import make_dir, walk
+from distckpt.ordered import make_dir, move, walk
+from distckpt.patience import NONE, Patience
 
 _PACE = 8 << 20
 _BEHIND = 32 << 20
@@ -135,10 +137,10 @@ class RankFiles:
     """
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
-                 aborted: Callable[[], bool], skipped: bool = False, prefix: str = "",
+                 aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
                  parent: RankFiles | None = None) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
-        self._files, self._directory, self._prefix = files, directory, prefix
+        self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
         self._algorithm, self._aborted = algorithm, aborted
         self._top: RankFiles = parent._top if parent else self
         if parent is None:
@@ -191,7 +193,8 @@ class RankFiles:
         """The same, inside the sub-directory ``name``."""
         check_member_path(name)
         return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
-                         aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/", parent=self)
+                         aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/",
+                         patience=self._patience, parent=self)
 
     def private(self) -> str:
         """A directory in the attempt that no other rank writes into, for a framework that gives its files names of its own.
@@ -214,7 +217,8 @@ class RankFiles:
             if item.kind != "file":
                 raise OSError(errno.EINVAL, f"a framework left a {item.kind} where a regular file should be",
                               os.path.join(source, name))
-            self._files.rename(os.path.join(source, name), self._claim(name))
+            target = self._claim(name)
+            self._patience.again(partial(move, self._files, os.path.join(source, name), target))
             names.append(name)
         private = self.private()
         for name, item in reversed(list(walk(self._files, private))):
@@ -234,7 +238,8 @@ class RankFiles:
             self._top.bytes_written = before + size
             self.stop_if_aborted()
 
-        writer = PieceWriter(self._files.open(path), path, self._algorithm, between)
+        out = self._patience.again(lambda: self._files.open(path))  # another host may have made the directory just now
+        writer = PieceWriter(out, path, self._algorithm, between)
         self._top._claims[relative].writer = writer
         return writer
 
@@ -261,13 +266,18 @@ class RankFiles:
     def _make_parents(self, relative: str) -> None:
         parts = relative.split("/")[:-1]
         for depth in range(1, len(parts) + 1):
-            make_dir(self._files, os.path.join(self._directory, *parts[:depth]))
+            make_dir(self._files, os.path.join(self._directory, *parts[:depth]), self._patience)
 
     # -- for the writer process ----------------------------------------------------------------------------------
 
     @property
     def algorithm(self) -> str | None:
         return self._algorithm
+
+    @property
+    def patience(self) -> float:
+        """Seconds to look again for a directory that another host made."""
+        return self._patience.seconds
 
     def written(self) -> list[tuple[str, int, str | None]]:
         """The child's: (path, size, digest) of what was written; size -1 for a file that somebody else's code wrote."""

@@ -17,6 +17,7 @@ from distckpt.errors import ConfigError, DistckptError, RankDisagreement
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.marker import check_meta, check_metrics
 from distckpt.options import Seams, Timeouts
+from distckpt.patience import Patience
 from distckpt.payloads.base import Payload, Ranks, as_payload
 from distckpt.record import CommitRecord
 from distckpt.retention import Policy
@@ -47,6 +48,8 @@ class Saver:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
         self._on_exists, self._policy, self._hooks = on_exists, policy, hooks
+        self._patience = Patience.towards(seams.files, seams.runtime, layout.root, timeouts.visible,
+                                          lambda: group.pulse.phase(group.pulse.current_phase))
 
     def ranks(self) -> Ranks:
         return Ranks(self._group.rank, self._group.world, self._group.collectives)
@@ -100,7 +103,7 @@ class Saver:
                 self._committer.prepare(request, self._policy(series))
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
                                algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
-                               visible=self._timeouts.visible)
+                               patience=self._patience)
             files = work.begin({"options": self._policy(series).spec, "members": payload.members if payload else None,
                                 **self._hooks.drain()})
             if files is None:

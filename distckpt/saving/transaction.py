@@ -7,24 +7,31 @@ never sets the key, and a deadline that passes then ends in *unknown*, to be set
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
-from distckpt.durable import GONE, Files
+from distckpt.durable import Files
 from distckpt.errors import DistckptError, RankFailure, RankLost, RankTimeout, SaveError, from_wire, to_wire
 from distckpt.layout import Layout
 from distckpt.marker import FileEntry
+from distckpt.ordered import walk
+from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
 from distckpt.saving.files import PeerFailed, RankFiles, make_durable
 from distckpt.saving.terms import Go, Request, save_error
 
 _CAUSES = 1.0
+_LOCAL = 2.0
+"""Seconds until a directory is said to be missing on a disk that seems to be local."""
+
 
 def _let_go(error: BaseException | None) -> None:
     """Close what a failed writer left open. Torch's keeps its half-written file as long as the frames of its exception live,
@@ -38,10 +45,10 @@ class Transaction:
     """One attempt, from begin to the verdict, on one rank. ``committer`` is there on rank 0 only."""
 
     def __init__(self, call: Call, group: Group, files: Files, layout: Layout, runtime: Runtime, request: Request,
-                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, visible: float) -> None:
+                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, patience: Patience) -> None:
         self._call, self._group, self._files, self._layout, self._runtime = call, group, files, layout, runtime
         self.request, self._committer = request, committer
-        self._algorithm, self._arrive, self._progress, self._visible = algorithm, arrive, progress, visible
+        self._algorithm, self._arrive, self._progress, self._patience = algorithm, arrive, progress, patience
         self._client, self._pulse = group.rounds.client, group.pulse
         self.go: Go | None = None
         self._directory = ""
@@ -68,7 +75,7 @@ class Transaction:
         self._decision = self._call.key(go.attempt, "decision")
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
-                           aborted=lambda: self._client.has(self._decision), skipped=go.discard)
+                           aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience)
         self._pulse.probe(handle.written_bytes)
         return handle
 
@@ -83,22 +90,21 @@ class Transaction:
         it exists: network file systems remember an absence for half a minute. Re-listing the parent does not."""
         assert self.go is not None
         outer = os.path.dirname(self._directory)
-        begun = self._runtime.monotonic()
-        pause = 0.01
-        while True:
+        for _ in self._patience.looks(at_least=_LOCAL):
             try:
                 seen = any(i.name == self.go.attempt for i in self._files.scan(os.path.dirname(outer)))
                 if seen and any(i.name == self.go.name for i in self._files.scan(outer)):
                     break
+                last = ""
             except OSError as error:
-                if error.errno not in GONE:
+                if error.errno not in PASSING:
                     raise
-            waited = self._runtime.monotonic() - begun
-            if waited > self._visible:
-                raise FileNotFoundError(2, f"not visible on this host {waited:.0f} s after rank 0 made it: is the root on "
-                                           "storage that all hosts share?", self._directory)
-            self._runtime.sleep(pause)
-            pause = min(pause * 2, 1.0)
+                last = f" ({error.strerror})"
+        else:
+            waited = max(self._patience.seconds, _LOCAL)
+            raise FileNotFoundError(errno.ENOENT, f"not visible on {self._group.identity.host} {waited:.0f} s after rank 0 on "
+                                    f"{self._group.hosts.get(0)} made it{last}: is the root on storage that all hosts share? "
+                                    "Timeouts(visible=...) is how long a rank looks for it", self._directory)
         self._writing = self._runtime.monotonic()
         self._pulse.phase("write")
 
@@ -107,7 +113,7 @@ class Transaction:
         them, so either all enter or none (they have deadlines of their own, and name nobody)."""
         assert self.go is not None
         try:
-            verdict = self._call.round({"ready": ready}, _enter, self._visible + self._progress)
+            verdict = self._call.round({"ready": ready}, _enter, self._patience.seconds + self._progress)
         except RankTimeout as error:
             raise PeerFailed from error  # the acks will find the same ranks missing, and the verdict names them
         if ready and not verdict["enter"]:
@@ -135,7 +141,7 @@ class Transaction:
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
             report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,
-                      "seconds": round(self._runtime.monotonic() - self._writing, 6)}
+                      "open": files.open_ended, "seconds": round(self._runtime.monotonic() - self._writing, 6)}
         if go.discard:
             return self._discard(go, failure, error)
         try:
@@ -178,9 +184,10 @@ class Transaction:
             if problem is None:
                 acked = {rank: [FileEntry(p, s, d, rank) for p, s, d in report["files"]] for rank, report in reports.items()}
                 unclaimed, problem = self._compare(go, acked)
-            if problem is None and not self._fix("sync" if unclaimed else "committing"):
+            listed = problem is None and (bool(unclaimed) or self._may_hide(reports))
+            if problem is None and not self._fix("sync" if listed else "committing"):
                 problem = self._problem(go, reports, absence)
-            elif problem is None and unclaimed:
+            elif problem is None and listed:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
@@ -242,7 +249,7 @@ class Transaction:
     def _compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], SaveError | None]:
         """Files on disk that nobody acked; and an error when the acks are not what stands there."""
         try:
-            unclaimed, complaint = self._committer.compare(go, acked)
+            unclaimed, complaint = self._committer.compare(go, acked, self._patience)
         except OSError as error:
             return [], save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)
         if complaint is None:
@@ -263,11 +270,17 @@ class Transaction:
 
     # -- files that a framework wrote under its own names --------------------------------------------------------
 
+    def _may_hide(self, reports: dict[int, Report]) -> bool:
+        """Whether another host may have written files that nobody claims and that rank 0 is not shown yet."""
+        return bool(self._patience.seconds) and len(self._group.leaders) > 1 and any(r.get("open") for r in reports.values())
+
     def _sync_unclaimed(self, go: Go, unclaimed: list[str], acked: dict[int, list[FileEntry]]) -> SaveError | None:
         """One more round: the first rank of every host fsyncs every unclaimed file, now that all writers have returned;
-        rank 0 alone could not flush another host's pages (S20)."""
+        rank 0 alone could not flush another host's pages (S20). Each also tells of what it sees and rank 0 did not; then rank 0
+        looks again, so that no file is left out because it was shown an old listing."""
         keys = {rank: self._call.key(go.attempt, "synced", rank) for rank in self._group.leaders}
-        self._client.set(self._call.key(go.attempt, "unclaimed"), {"files": unclaimed})
+        others = [e.path for entries in acked.values() for e in entries] if self._patience.seconds and len(keys) > 1 else None
+        self._client.set(self._call.key(go.attempt, "unclaimed"), {"files": unclaimed, "known": others})
         self._client.claim(keys[0], self._sync_here(unclaimed, 0))
         reports, watch = self._call.gather(keys, self._progress, progress=True)
         failures = {r: RankFailure(**rep["failure"]) for r, rep in reports.items() if "failure" in rep}
@@ -287,23 +300,35 @@ class Transaction:
                 if text is not None:
                     digests[path] = text
         acked[0] = acked[0] + [FileEntry(p, size, digests.get(p), rank) for p, (size, rank) in sizes.items()]
-        return None
+        late, problem = self._compare(go, acked) if others is not None else ([], None)
+        if late and problem is None:
+            return save_error(self.request.step, go.attempt, {0: self._failure(OSError(
+                errno.EIO, f"{late[0]} appeared after every rank had written and every host's files were synced"))},
+                self._group.world)
+        return problem
 
-    def _sync_here(self, unclaimed: list[str], position: int) -> Report:
-        """Fsync all of them; digest this leader's share."""
+    def _sync_here(self, unclaimed: list[str], position: int, known: list[str] | None = None) -> Report:
+        """Fsync all of them; digest this leader's share. ``known``: files that are acked, where others count as unclaimed too."""
         self._pulse.phase("fsync of framework files")
         count = len(self._group.leaders)
         found = []
         try:
-            for index, path in enumerate(unclaimed):
-                algorithm = self._algorithm if index % count == position else None
+            extra = self._unknown_here({*unclaimed, *known}) if known is not None else []
+            for index, path in enumerate([*unclaimed, *extra]):
+                algorithm = self._algorithm if index % count == position or path in extra else None
+                # rank 0 has seen it; to open it is what makes this host ask for its size as well
+                self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
                 entry = make_durable(self._files, self._directory, path, self._group.rank, algorithm)
                 found.append([entry.path, entry.size, entry.digest])
-            for folder in sorted({os.path.dirname(path) for path in unclaimed}):
+            for folder in sorted({os.path.dirname(path) for path in [*unclaimed, *extra]}):
                 self._files.fsync_dir(os.path.join(self._directory, folder))
         except OSError as error:
             return {"failure": asdict(self._failure(error))}
         return {"files": found}
+
+    def _unknown_here(self, known: set[str]) -> list[str]:
+        """Regular files that this host sees in the attempt beside the ``known`` ones."""
+        return [path for path, item in walk(self._files, self._directory) if item.kind == "file" and path not in known]
 
     # -- the others ----------------------------------------------------------------------------------------------
 
@@ -315,8 +340,8 @@ class Transaction:
         if decision.get("sync"):
             key = self._call.key(go.attempt, "unclaimed")
             if self._group.leads_host and self._call.await_rank0(key, self._progress):
-                unclaimed = self._client.get([key])[0]["files"]
-                report = self._sync_here(unclaimed, self._group.leaders.index(self._group.rank))
+                told = self._client.get([key])[0]
+                report = self._sync_here(told["files"], self._group.leaders.index(self._group.rank), told["known"])
                 self._client.claim(self._call.key(go.attempt, "synced", self._group.rank), report)
         elif "aborted" in decision:
             return self._aborted(go, decision, outcome_key)
