@@ -280,8 +280,8 @@ class Files:
                     point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), point)
                     if (path + "/").startswith(point.rstrip("/") + "/") and (found is None or len(point) >= len(found.point)):
                         kind, source, *more = right.strip().split(" ")
-                        every = dict.fromkeys(",".join([options, *more]).split(","))
-                        found = Mount(point, kind, source, ",".join(every))
+                        of_all = [o for o in ",".join(more).split(",") if o not in ("", "rw", "ro", *options.split(","))]
+                        found = Mount(point, kind, source, ",".join([options, *of_all]))
         except OSError:
             return None
         return found
