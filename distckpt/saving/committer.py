@@ -233,6 +233,10 @@ class Committer:
                 if problem:
                     return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}"), True
                 sizes[path] = self.owned.files.stat(f"{staged}/{path}").size
+                if path in owner and sizes[path] != owner[path].size:
+                    # to open it makes this host ask for its size, where it remembers one (scripts.proof.l4, "stale")
+                    self.owned.files.read(f"{staged}/{path}", 0)
+                    sizes[path] = self.owned.files.stat(f"{staged}/{path}").size
                 if path not in owner:
                     unclaimed.append(path)
         except OSError as error:

@@ -3,10 +3,10 @@
 ``Server(disk)`` stands for the server; ``server.client(host, runtime)`` is one host's mount. What a host does itself it sees at
 once. Of what others do, it sees for ``names`` seconds nothing: what they made is not there and not listed, what they removed is
 still listed and is ESTALE to the touch, and ``stat`` gives a file for ``sizes`` seconds the size that it had before they wrote
-to it, unless this host opens it (close-to-open). That is a client that caches names and attributes, at its worst: no other
-question brings the news sooner. ``mkdir`` is answered by the server, so a directory that another host made is EEXIST, and then
-for everybody else absent, or with ``directories_as="file"`` a file: "not a directory". ESTALE at the n-th operation is
-``faults.fail(errno.ESTALE, n, op=...)`` on top of it.
+to it, unless this host opens it (close-to-open; not with ``nocto``). That is a client that caches names and attributes, at its
+worst: no other question brings the news sooner. ``mkdir`` is answered by the server, so a directory that another host made is
+EEXIST, and then for everybody else absent, or with ``directories_as="file"`` a file: "not a directory". ESTALE at the n-th
+operation is ``faults.fail(errno.ESTALE, n, op=...)`` on top of it.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class Server:
         self.count = 0
 
     def client(self, host: str, runtime: Runtime, *, names: float = 0.0, sizes: float = 0.0,
-               directories_as: str = "absent", over: Files | None = None) -> StaleFiles:
+               directories_as: str = "absent", nocto: bool = False, over: Files | None = None) -> StaleFiles:
         """The mount of ``host``. ``over``: the same disk, by which this host's operations go (with faults, say)."""
-        return StaleFiles(self, over or self.disk, host, runtime, names, sizes, directories_as)
+        return StaleFiles(self, over or self.disk, host, runtime, names, sizes, directories_as, nocto)
 
 
 class StaleFiles(Files):
     """One host's view; see ``Server``. ``met`` counts how often something was kept from it. ``delay`` changes how late it is."""
 
     def __init__(self, server: Server, inner: Files, host: str, runtime: Runtime, names: float, sizes: float,
-                 directories_as: str) -> None:
+                 directories_as: str, nocto: bool) -> None:
         self.server, self.inner, self.host, self._runtime = server, inner, host, runtime
-        self.name_delay, self.size_delay, self.directories_as = names, sizes, directories_as
+        self.name_delay, self.size_delay, self.directories_as, self.nocto = names, sizes, directories_as, nocto
         self.met = 0
         self._since = 0
         self._opened: dict[str, int] = {}
@@ -159,7 +159,8 @@ class StaleFiles(Files):
 
     def _open(self, path: str) -> None:
         self._see(path)
-        self._opened[path] = self.server.count
+        if not self.nocto:
+            self._opened[path] = self.server.count
 
     def member(self, top: str, below: str) -> Opened:
         self._open(os.path.join(top, below))

@@ -18,8 +18,9 @@ from distckpt.ordered import make_dir
 from distckpt.patience import PASSING, Patience
 from distckpt.reader import Root
 from distckpt.removal import remove_tree
-from distckpt.testing import faults
+from distckpt.testing import faults, stalefs
 from distckpt.testing.clock import VirtualRuntime
+from distckpt.testing.stalefs import Server
 from tests.support import make_checkpoint, open_owned, record_root
 
 STEP = Naming.parse("step-{step}")
@@ -127,6 +128,18 @@ def test_a_marker_that_is_listed_and_stays_unseen_is_no_proof(tmp_path: Path) ->
     layout = Layout.at(tmp_path)
     files = faults.FaultyFiles(REAL, faults.fail(errno.ENOENT, op="read", path="commit.json", forever=True))
     assert [(e.committed, e.certain) for e in catalog.scan(files, layout, STEP)] == [(False, False)]
+
+
+def test_an_old_size_is_no_damage_when_a_fresh_open_says_otherwise(tmp_path: Path) -> None:
+    marker = make_checkpoint(str(tmp_path), 5)
+    server = Server(REAL)
+    there, here = VirtualRuntime(host="b"), VirtualRuntime(host="a")
+    path = f"{tmp_path}/step-5/{marker.files[0].path}"
+    client = server.client("a", here, sizes=60.0)
+    server.sizes[path] = stalefs._Size("b", there.monotonic(), 1, 0)
+    assert client.stat(path).size == 0 and catalog.check_files(client, f"{tmp_path}/step-5", marker.files) == []
+    Path(path).write_bytes(b"short")
+    assert "has 5 bytes" in catalog.check_files(client, f"{tmp_path}/step-5", marker.files)[0].what
 
 
 def test_a_root_that_was_looked_for_too_early_opens(tmp_path: Path) -> None:
