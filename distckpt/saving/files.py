@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Any, cast
 
 from distckpt import digest as _digest
@@ -14,7 +13,7 @@ from distckpt.durable import PIECE, Files, Output
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
-from distckpt.ordered import make_dir, move, walk
+from distckpt.ordered import make_dir, walk
 from distckpt.patience import NONE, Patience
 
 _PACE = 8 << 20
@@ -217,8 +216,7 @@ class RankFiles:
             if item.kind != "file":
                 raise OSError(errno.EINVAL, f"a framework left a {item.kind} where a regular file should be",
                               os.path.join(source, name))
-            target = self._claim(name)
-            self._patience.again(partial(move, self._files, os.path.join(source, name), target))
+            self._files.rename(os.path.join(source, name), self._claim(name))
             names.append(name)
         private = self.private()
         for name, item in reversed(list(walk(self._files, private))):
@@ -238,8 +236,7 @@ class RankFiles:
             self._top.bytes_written = before + size
             self.stop_if_aborted()
 
-        out = self._patience.again(lambda: self._files.open(path))  # another host may have made the directory just now
-        writer = PieceWriter(out, path, self._algorithm, between)
+        writer = PieceWriter(self._files.open(path), path, self._algorithm, between)
         self._top._claims[relative].writer = writer
         return writer
 

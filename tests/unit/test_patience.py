@@ -15,6 +15,7 @@ from distckpt.durable import REAL, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, Naming
 from distckpt.ordered import make_dir
+from distckpt.owned import make_root
 from distckpt.patience import PASSING, Patience
 from distckpt.reader import Root
 from distckpt.removal import remove_tree
@@ -199,6 +200,16 @@ def test_a_directory_that_another_host_made_is_waited_for_and_a_file_on_a_local_
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         make_dir(REAL, str(tmp_path / "file"))
+
+
+def test_a_root_that_another_host_has_just_made_is_waited_for(tmp_path: Path) -> None:
+    layout, runtime = record_root(str(tmp_path)), VirtualRuntime()
+    for hidden in (layout.home(), layout.home("owner")):
+        files = Network(REAL, faults.fail(errno.ENOENT, op="stat", path=lambda p, h=hidden: p == h, forever=True))
+        began = runtime.slept
+        runtime.hooks[:] = [lambda now, f=files, b=began: f.faults.clear() if runtime.slept > b + 60 else None]
+        make_root(files, layout, runtime)
+        assert began + 60 < runtime.slept < began + 65
 
 
 def test_a_lease_outlasts_a_directory_that_goes_between_two_looks(tmp_path: Path) -> None:
