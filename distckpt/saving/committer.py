@@ -251,7 +251,10 @@ class Committer:
                 text = f"{entry.path!r} has {sizes[entry.path]} bytes for rank 0 on {here}, and {by} wrote {entry.size}"
             else:
                 text = f"{entry.path!r} was written by {by} and is not seen by rank 0 on {here}"
-            text += "; is the root on storage that all hosts share?"
+            if hosts[entry.rank] == here:
+                text += "; something changed it after that rank had made it durable"
+            else:
+                text += "; is the root on storage that all hosts share?"
             return [], (entry.rank, text), hosts[entry.rank] == here
         if not sizes:
             return [], (0, "no rank wrote anything; an empty checkpoint is not one"), len(self.group.leaders) == 1
