@@ -148,11 +148,15 @@ def test_files_that_nobody_claims_are_not_left_out_because_rank_0_does_not_see_t
                                                                                         late: float) -> None:
     """A checkpoint without them would be committed, and whole by its marker."""
     hosts = Hosts(3)
+    wrote: list[int] = []
     blind: list[int] = []
 
     def program(manager: Told, rank: int) -> None:
         with manager.saving(1) as files:
             State(bytes_of(rank, 1)).write(files, None)  # type: ignore[arg-type]
+            wrote.append(rank)
+            while len(wrote) < 3:  # what is acked, every host has seen
+                manager._seams.runtime.sleep(0.01)
             hosts.delay(rank, late if rank == 0 else LATE, LATE)
             blind.append(rank)
             while 0 not in blind:
@@ -165,6 +169,8 @@ def test_files_that_nobody_claims_are_not_left_out_because_rank_0_does_not_see_t
     run = hosts.job(program)
     if late == NEVER:
         assert {type(error) for error in run.errors.values()} == {SaveError} and hosts.standing == []
+        words = ("framework-", "is not seen by rank 0 on host-0")
+        assert all(word in str(error) for error in run.errors.values() for word in words), run.errors
         return
     assert not run.errors and hosts.standing == ["step-1"]
     marker = tree_of(hosts.simulation.files)["step-1/commit.json"].decode()
