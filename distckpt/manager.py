@@ -145,6 +145,11 @@ class CheckpointManager:
         """Names of the signals that the first ``poll`` takes over, and that later arrive as ``todo.stop``. Local."""
         return self._background.signals.names
 
+    @property
+    def stopped(self) -> str:
+        """Why ``poll`` said stop, the same on every rank; empty when it has not. It stays after ``close``. Local."""
+        return self._background.stop_reason
+
     def _journal_stacks(self, stacks: dict[int, str]) -> None:
         assert self._owned is not None
         for rank, text in stacks.items():

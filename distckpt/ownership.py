@@ -86,7 +86,7 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
     if owner is not None:
         mine = runtime.identity()
         alive = runtime.alive(owner)
-        if alive is False or (owner.job is not None and owner.job == mine.job and owner.restart < mine.restart):
+        if alive is False or mine.succeeds(owner):
             return None
         if alive:
             return _in_use(layout, owner, generation, _age(value, runtime))

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from distckpt.launch.environment import detect
+
 
 class Event(Protocol):
     def set(self) -> None: ...
@@ -47,6 +49,16 @@ class Identity:
     started: str
     job: str | None = None
     restart: int = 0
+    step: str | None = None
+    elastic: int = 0
+
+    def succeeds(self, other: Identity) -> bool:
+        """Whether this process was started in place of ``other``, which has therefore ended or is about to be killed: the job
+        was requeued, or torchrun started the ranks of the same step anew."""
+        if other.job is None or other.job != self.job:
+            return False
+        return other.restart < self.restart or (other.restart == self.restart and other.step == self.step
+                                                and other.elastic < self.elastic)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,9 +71,10 @@ class Identity:
     @classmethod
     def of_record(cls, value: Any) -> Identity | None:
         """The identity in a file that somebody else may have written; None when it is none."""
-        if not isinstance(value, dict) or not isinstance(value.get("job"), (str, type(None))):
+        if not isinstance(value, dict) or not all(isinstance(value.get(k), (str, type(None))) for k in ("job", "step")):
             return None
-        texts, numbers = ("host", "boot", "pidns", "started"), (value.get("pid"), value.get("restart", 0))
+        texts = ("host", "boot", "pidns", "started")
+        numbers = (value.get("pid"), value.get("restart", 0), value.get("elastic", 0))
         if not all(isinstance(value.get(k), str) for k in texts) or not all(isinstance(n, int) for n in numbers):
             return None
         return cls.from_json(value)
@@ -109,17 +122,6 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _job() -> tuple[str | None, int]:
-    """The scheduler's job and how often it was restarted. An id of 0 or none is not a job."""
-    job = os.environ.get("SLURM_JOB_ID") or ""
-    if not job.isdigit() or int(job) == 0:
-        return None, 0
-    array = os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"slurm:{job}" + (f"[{array}]" if array else "")
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    return name, int(restart) if restart.isdigit() else 0
-
-
 class SystemRuntime:
     """The real machine."""
 
@@ -164,10 +166,11 @@ class SystemRuntime:
         return secrets.token_hex(size)
 
     def identity(self) -> Identity:
-        job, restart = _job()
+        launch = detect()
         host = os.environ.get("DISTCKPT_HOST") or socket.gethostname()
         return Identity(host=host, pid=os.getpid(), boot=_read("/proc/sys/kernel/random/boot_id"),
-                        pidns=_pid_namespace(), started=_process_start(os.getpid())[0], job=job, restart=restart)
+                        pidns=_pid_namespace(), started=_process_start(os.getpid())[0], job=launch.job, restart=launch.restart,
+                        step=launch.step, elastic=launch.elastic)
 
     def alive(self, other: Identity) -> bool | None:
         """True or False when this kernel can tell, None when it cannot (another machine, another container)."""

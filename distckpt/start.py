@@ -13,6 +13,7 @@ from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.digest import SHA256
 from distckpt.durable import Files
 from distckpt.errors import ConfigError, MarkerError
+from distckpt.launch.environment import detect
 from distckpt.layout import Layout, Naming
 from distckpt.ordered import make_dir, move, rmdir_if_there, unlink_if_there, write_new
 from distckpt.owned import OwnedRoot
@@ -143,8 +144,8 @@ def say_hello(owned: OwnedRoot, group: Group, policy: Policy, algorithm: str | N
             room += f": room for about {free // max(size, 1)} more checkpoints like {entries[0].name} ({human.size(size)})"
     except (OSError, MarkerError) as error:
         room += f" (for how many more checkpoints is unknown: {error})"
-    log.info("root %s: run %s, generation %d, %d ranks (%s), %d checkpoints%s", owned.layout.root, owned.record.run,
-             owned.generation, group.world, group.kind, len(entries), room)
+    log.info("root %s: run %s, generation %d, %d ranks (%s), %s, %d checkpoints%s", owned.layout.root, owned.record.run,
+             owned.generation, group.world, group.kind, detect(), len(entries), room)
     if key() is not None and algorithm != SHA256:
         log.warning("root %s: markers are signed, and digest=%r cannot tell files that were exchanged on purpose: use digest=%r",
                     owned.layout.root, algorithm, SHA256)

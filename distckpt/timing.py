@@ -6,13 +6,13 @@ Ranks that read clocks of their own cross a limit at different steps and deadloc
 from __future__ import annotations
 
 import logging
-import os
-from typing import Any
 
 from distckpt import journal, requests
 from distckpt.coordination.gate import Act
 from distckpt.durable import GONE
 from distckpt.errors import ConfigError
+from distckpt.launch.environment import detect
+from distckpt.launch.slurm import end_of_allocation
 from distckpt.owned import OwnedRoot
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,15 @@ class Timing:
         self._grace = grace
         self._owned: OwnedRoot | None = None
         self._next_save = self._next_look = 0.0
-        self._end = _end_of_allocation()
+        self._end: float | None = None
         self._warned = False
 
     def watch(self, owned: OwnedRoot) -> None:
         self._owned = owned
+        if self._grace is None:
+            self._grace = detect().grace
+        # a thread: the controller may take its time, and a start or a close must not wait for it
+        owned.runtime.thread("allocation", self._look_at_the_end)
         now = owned.runtime.monotonic()
         self._next_save = now + (self._interval or 0.0)
         self._compare_with_grace()
@@ -45,9 +49,12 @@ class Timing:
         owned = self._owned
         assert owned is not None
         now = owned.runtime.monotonic()
-        if self._end is not None and owned.runtime.time() > self._end - self._margin():
-            self._end = None
-            return Act("stop", "the allocation ends soon")
+        if self._end is not None and self._ends_soon():
+            known, self._end = self._end, None
+            self._look_at_the_end()  # an operator may have given the job more time
+            if self._end is None or self._end <= known or self._ends_soon():
+                self._end = None
+                return Act("stop", "the allocation ends soon")
         if self._interval is not None and now >= self._next_save:
             self._next_save = now + self._interval
             return Act("save", f"every {self._interval / 60:g} minutes")
@@ -56,6 +63,13 @@ class Timing:
             self._compare_with_grace()
             return self._request(owned)
         return None
+
+    def _look_at_the_end(self) -> None:
+        self._end = end_of_allocation()
+
+    def _ends_soon(self) -> bool:
+        assert self._owned is not None and self._end is not None
+        return self._owned.runtime.time() > self._end - self._margin()
 
     def _request(self, owned: OwnedRoot) -> Act | None:
         """An operator's file in ``requests/``, taken away when it is seen."""
@@ -94,8 +108,3 @@ def p95(owned: OwnedRoot) -> float | None:
         return None
     ordered = sorted(owned.durations)
     return ordered[min(int(len(ordered) * 0.95), len(ordered) - 1)]
-
-
-def _end_of_allocation() -> float | None:
-    text: Any = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() and int(text) > 0 else None

@@ -8,7 +8,6 @@ write four "whole" checkpoints into one root, so that is an error here, not a gu
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from distckpt.coordination.store import Client, ClientSource, Sentry, sockets_to
 from distckpt.errors import ConfigError, CoordinationError
+from distckpt.launch.environment import STORE, Launch, detect
 from distckpt.runtime import Runtime
 
 ADDRESS_VARIABLE = "DISTCKPT_STORE_ADDR"
@@ -58,40 +58,34 @@ def find(group: Any, runtime: Runtime) -> Bootstrap:
     if comm is not None:
         _check_world("the MPI world", comm.Get_size())
         return _from_mpi(comm, runtime)
-    if _slurm_step():
-        return _from_slurm(runtime)
+    launch = detect()
+    if _slurm_step(launch):
+        return _from_slurm(launch, runtime)
     _check_world("this process, which has no process group", 1)
     return _single(runtime)
 
 
 def alone() -> bool:
     """Whether this is a single process, as ``find`` sees it: no process group, no MPI world, no SLURM step of several."""
-    return not (dist.is_available() and dist.is_initialized()) and _mpi_world() is None and not _slurm_step()
+    return not (dist.is_available() and dist.is_initialized()) and _mpi_world() is None and not _slurm_step(detect())
 
 
-def _slurm_step() -> bool:
-    return _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "WORLD_SIZE" not in os.environ
+def _slurm_step(launch: Launch) -> bool:
+    return launch.kind == "srun" and launch.world > 1
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
+_REMEDIES = {"mpiexec": "import mpi4py first, or pass group=MPI.COMM_WORLD",
+             "srun": "initialise the process group first, or run one task"}
 
 
 def _check_world(found: str, world: int) -> None:
-    """Compare with what the launcher promised: torchrun's and deepspeed's WORLD_SIZE, else srun's number of tasks."""
-    for variable, remedy in (("WORLD_SIZE", "call torch.distributed.init_process_group (or deepspeed.initialize) before "
-                                            "CheckpointManager"),
-                             ("SLURM_STEP_NUM_TASKS", "initialise the process group first, or run one task"),
-                             ("OMPI_COMM_WORLD_SIZE", "import mpi4py first, or pass group=MPI.COMM_WORLD"),
-                             ("PMI_SIZE", "import mpi4py first, or pass group=MPI.COMM_WORLD")):
-        promised = _number(variable, 0)
-        if promised == 0:
-            continue
-        if promised != world:
-            raise ConfigError(f"{found} has {world} rank(s), but the environment says {variable}={promised}: {remedy}, or "
-                              "pass group= to say which ranks write this root, or unset the variable")
-        return
+    """Compare with what the launcher promised."""
+    launch = detect()
+    if launch.variable is not None and launch.world != world:
+        remedy = _REMEDIES.get(launch.kind, "call torch.distributed.init_process_group (or deepspeed.initialize) before "
+                                            "CheckpointManager")
+        raise ConfigError(f"{found} has {world} rank(s), but the environment says {launch.variable}={launch.world}: {remedy}, or "
+                          "pass group= to say which ranks write this root, or unset the variable")
 
 
 # -- single ----------------------------------------------------------------------------------------------------------
@@ -130,7 +124,11 @@ def _source(address: str, port: int, token: str, runtime: Runtime) -> ClientSour
 
 
 def _own_address(towards: str | None) -> str:
-    """The address of this machine that peers reach: of the interface that leads to ``towards``."""
+    """The address of this machine that peers reach: of the interface that leads to ``towards``.
+
+    A host may know its own name by a loopback address alone (Debian writes 127.0.1.1 into /etc/hosts); its peers know it by
+    another, so they are told the name.
+    """
     chosen = os.environ.get(ADDRESS_VARIABLE)
     if chosen:
         return chosen
@@ -139,7 +137,8 @@ def _own_address(towards: str | None) -> str:
         resolved = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(resolved[0], socket.SOCK_DGRAM) as probe:
             probe.connect(resolved[4])
-            return str(probe.getsockname()[0])
+            mine = str(probe.getsockname()[0])
+            return target if mine == "::1" or mine.startswith("127.") else mine
     except OSError:
         return target
 
@@ -223,26 +222,16 @@ def _from_mpi(comm: Any, runtime: Runtime) -> Bootstrap:
 # -- SLURM -----------------------------------------------------------------------------------------------------------
 
 
-def first_host(nodelist: str) -> str:
-    """The first name of SLURM's compressed list: ``n[003-010,12],m1`` gives ``n003``."""
-    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?([^,]*)", nodelist.strip())
-    if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} names no node; set MASTER_ADDR to the first node")
-    return match.group(1) + (match.group(2) or "") + (match.group(3) if match.group(2) else "")
-
-
 _slurm_stores: dict[tuple[str, int], Any] = {}
 
 
-def _from_slurm(runtime: Runtime) -> Bootstrap:
-    rank, world = _number("SLURM_PROCID", -1), _number("SLURM_STEP_NUM_TASKS", 0)
+def _from_slurm(launch: Launch, runtime: Runtime) -> Bootstrap:
+    rank, world = launch.rank, launch.world
     if not 0 <= rank < world:
         raise ConfigError(f"SLURM_PROCID={os.environ.get('SLURM_PROCID')!r} is not a rank of SLURM_STEP_NUM_TASKS={world}")
-    job, step = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    host = os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
-    # One step of one job has one port. Ports below 32768 are not handed out to outgoing connections by default.
-    port = _number(PORT_VARIABLE, 12_000 + (int(job) * 31 + int(step) * 7) % 20_000 if (job + step).isdigit() else 12_000)
+    host = launch.host or "localhost"
+    said = os.environ.get(PORT_VARIABLE, "")
+    port = int(said) if said.isdecimal() else launch.port(STORE)
     number = _counts.get("slurm", 0)
     _counts["slurm"] = number + 1
     address = _own_address(host) if rank == 0 else os.environ.get(ADDRESS_VARIABLE, host)
@@ -251,6 +240,6 @@ def _from_slurm(runtime: Runtime) -> Bootstrap:
     if rank == 0:
         server = _slurm_stores.get(place) or _serve(address, port)
         _slurm_stores[place] = server
-    token = f"slurm-{job}-{step}-{restart}-{number}"
+    token = f"slurm-{launch.job_id}-{launch.step or 0}-{launch.restart}-{number}"
     source = _source(address, port, token, runtime)
     return Bootstrap("slurm", rank, world, source, server)

@@ -97,7 +97,9 @@ class Committer:
                 owned.remove_attempt(attempt)  # nobody else has heard of it
                 raise
             owned.status.note(attempt, "pending", step=request.step, series=request.series)
-            owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq)
+            me = self.group.identity
+            owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq, job=me.job,
+                                restart=me.restart, elastic=me.elastic)
         go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replace, discard=discard,
                 existing=existing)
         return dict(vars(go))

@@ -15,6 +15,9 @@ from distckpt import timing
 from distckpt.coordination.gate import Act
 from distckpt.durable import REAL
 from distckpt.errors import ConfigError, RankDisagreement, SaveError
+from distckpt.layout import Layout
+from distckpt.owned import OwnedRoot
+from distckpt.runtime import SYSTEM
 from distckpt.steps import Schedule, Todo, Tolerate
 from distckpt.testing.faults import FaultyFiles, Operation, call
 from tests.inprocess import Job, await_, events, same_error, values
@@ -97,10 +100,18 @@ def test_the_end_of_the_allocation_stops_the_run(tmp_path: Path, monkeypatch: py
     assert published(tmp_path / "root") == [f"step-{found[0][0]}"]
 
 
-@pytest.mark.parametrize("text", ["", "0", "soon", "Unknown"])
-def test_an_end_that_is_no_time_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", text)
-    assert timing._end_of_allocation() is None
+def test_a_job_that_was_given_more_time_meanwhile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [time.time() + 30, time.time() + 3600]
+    monkeypatch.setattr(timing, "end_of_allocation", lambda: ends.pop(0) if len(ends) > 1 else ends[0])
+    owned = OwnedRoot.open(REAL, Layout.at(tmp_path / "root"), SYSTEM)
+    watch = timing.Timing(None, None)
+    watch.watch(owned)
+    await_(lambda: watch._end is not None)
+    assert watch.due() is None and watch._end == ends[0], "asked again before it stopped the run"
+    ends[0] = time.time() + 30
+    watch._end = time.time() + 30
+    assert watch.due() == Act("stop", "the allocation ends soon") and watch.due() is None
+    owned.close()
 
 
 def test_two_triggers_at_one_step_are_one_save(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ import pytest
 import torch.distributed as dist
 
 from distckpt.coordination import bootstrap, store
-from distckpt.coordination.bootstrap import alone, find, first_host
+from distckpt.coordination.bootstrap import alone, find
 from distckpt.coordination.store import Client
 from distckpt.errors import ConfigError, CoordinationError, CoordinatorLost
 from distckpt.runtime import SYSTEM
 from tests.inprocess import await_
 
-LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST",
-             "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MASTER_ADDR", "DISTCKPT_STORE_ADDR", "DISTCKPT_STORE_PORT")
+LAUNCHERS = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID",
+             "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK",
+             "MASTER_ADDR", "MASTER_PORT", "DISTCKPT_STORE_ADDR", "DISTCKPT_STORE_PORT")
 
 
 @pytest.fixture(autouse=True)
@@ -145,17 +146,13 @@ def test_mpi_is_found_only_where_the_program_started_it(monkeypatch: pytest.Monk
     assert alone() and find(None, SYSTEM).kind == "single"
 
 
-@pytest.mark.parametrize(("nodelist", "first"), [
-    ("localhost", "localhost"), ("n1,n2", "n1"), ("n[003-010,12],m1", "n003"), ("n[3,7]", "n3"),
-    ("gpu-[01-02]-ib,x", "gpu-01-ib"), ("a-b.c.d", "a-b.c.d"), (" n9 ", "n9"),
-])
-def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> None:
-    assert first_host(nodelist) == first
-
-
-def test_no_node_in_slurms_list_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="set MASTER_ADDR"):
-        first_host("")
+def test_the_helpers_numbers_of_an_mpiexec_under_slurm_are_no_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of hydra on two nodes inherit srun's numbers of its two helpers: there would be two ranks 0 of a world of 2."""
+    for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"the environment says PMI_SIZE=4: import mpi4py first"):
+        find(None, SYSTEM)
+    assert alone()
 
 
 def test_the_address_of_the_store_may_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +161,14 @@ def test_the_address_of_the_store_may_be_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("DISTCKPT_STORE_ADDR")
     assert bootstrap._own_address("127.0.0.1") == "127.0.0.1"
     assert bootstrap._own_address("no-such-host.invalid") == "no-such-host.invalid"
+
+
+def test_a_loopback_address_of_its_own_name_is_told_to_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes 127.0.1.1 for a host's own name into its /etc/hosts; the other nodes know it by another address."""
+    look = bootstrap.socket.getaddrinfo
+    monkeypatch.setattr(bootstrap.socket, "getaddrinfo", lambda name, *rest, **more: look("127.0.1.1", *rest, **more))
+    monkeypatch.setattr(bootstrap.socket, "gethostname", lambda: "n1")
+    assert bootstrap._own_address("n1") == "n1" and bootstrap._own_address(None) == "n1"
 
 
 def served() -> tuple[Any, Client]:
