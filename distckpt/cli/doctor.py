@@ -24,6 +24,7 @@ from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
 from distckpt.durable import REAL, Files
 from distckpt.errors import DistckptError, MarkerError
+from distckpt.launch import detect
 from distckpt.layout import HOME, Layout
 from distckpt.options import Timeouts
 from distckpt.ordered import write_new
@@ -60,9 +61,10 @@ def _meet(timeout: float) -> Group:
 
     import torch.distributed as dist
 
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not dist.is_initialized():
+    how = detect()
+    if how.variable == "WORLD_SIZE" and how.world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    elif "SLURM_PROCID" not in os.environ and any(int(os.environ.get(n) or 1) > 1 for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+    elif how.kind == "mpiexec" and how.world > 1:
         import mpi4py.MPI  # noqa: F401 - its import is what makes this an MPI program
     return Group.connect(bootstrap.find(None, SYSTEM), SYSTEM, timeout, timeout)
 

@@ -117,11 +117,13 @@ def test_what_is_wrong_is_said_with_the_ranks_and_what_to_do(more: dict[str, Any
 
 def test_the_grace_of_the_launcher_against_the_length_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher({}).grace is None
-    assert launcher({"TORCHELASTIC_RUN_ID": "x"}).grace == 30.0
-    assert launcher({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}).grace == 300.0
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"}
+    assert launcher(torchrun).grace == 30.0 and launcher(torchrun).name == "started by torchrun"
+    assert launcher({**torchrun, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}).grace == 300.0
     assert launcher({"SLURM_JOB_ID": "12"}).grace is not None and "12" in launcher({"SLURM_JOB_ID": "12"}).name
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert "torchrun --shutdown-timeout" in line(seen(story=Story(seconds=95.0)), "grace", WARNING).fix
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in line(seen(story=Story(seconds=95.0)), "grace", WARNING).fix
     assert "95 s" in line(seen(story=Story(bytes=95 * 10 ** 9)), "grace", WARNING).seen, "by the speed of the small save"
     assert line(seen(story=Story(seconds=3.0)), "grace", OK)
 
