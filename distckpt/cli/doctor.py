@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     try:
         group = _meet(args.timeout)
     except (DistckptError, RuntimeError, OSError, ImportError) as error:  # torch's rendezvous raises what it likes
-        complain(f"the ranks do not find each other: {error}")
+        complain(f"the ranks do not find each other: {error}; start it on every rank, as the job is, and see that the host "
+                 "of rank 0 can be reached (MASTER_ADDR, MASTER_PORT)")
         return WOULD_FAIL
     try:
         return Doctor(args, group, out).run()
