@@ -20,7 +20,7 @@ from distckpt.durable import GONE, Files, Opened
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import HOME, MARKER, POINTER, Layout, Naming, series_of
 from distckpt.marker import FileEntry, Head, Marker
-from distckpt.ordered import walk
+from distckpt.ordered import is_listed, walk
 
 DEFAULT_NAMING = "step-{step}"
 _RECORD_LIMIT = 1 << 20
@@ -63,17 +63,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a file is not what the marker says. ``certain`` is positive evidence; otherwise we could not tell (S23)."""
+    """Why a file is not what the marker says. ``certain`` is positive evidence; otherwise we could not tell (S23), and with
+    ``passing`` another look may."""
 
     path: str
     what: str
     certain: bool = True
+    passing: bool = False
 
 
 def read_record(files: Files, layout: Layout) -> RootRecord | None:
     """root.json, or None when there is none."""
     try:
-        data = files.read(layout.record, _RECORD_LIMIT)
+        data = _read_listed(files, layout.record, _RECORD_LIMIT)
     except OSError as error:
         if error.errno in GONE:
             return None
@@ -89,6 +91,21 @@ def read_record(files: Files, layout: Layout) -> RootRecord | None:
         raise MarkerError(f"{layout.record} is not readable ({error}); restore it, or remove it and start the run with "
                           "run_id= and naming= given: they are then taken from the newest marker",
                           files={layout.record: str(error)}) from error
+
+
+def _read_listed(files: Files, path: str, limit: int) -> bytes:
+    """``files.read``, whose absence counts only when the directory does not list it: NFS remembers absences (see ``is_listed``).
+    EIO for what is listed and still not there."""
+    try:
+        return files.read(path, limit)
+    except FileNotFoundError:
+        if not is_listed(files, path):
+            raise
+    try:
+        return files.read(path, limit)
+    except FileNotFoundError as error:
+        raise OSError(errno.EIO, "listed, and not there when it is read: is this host shown an old state of the file system?",
+                      path) from error
 
 
 def scan(files: Files, layout: Layout, naming: Naming) -> list[Entry]:
@@ -125,15 +142,34 @@ def look(files: Files, parent: str, name: str, kind: str, parsed: tuple[str, int
         if error.errno not in GONE:
             return Entry(name, step, series, None, f"its marker cannot be read: {error.strerror or error}",
                          certain=error.errno in (errno.ELOOP, errno.EINVAL))
-        try:
-            if not files.scan(path):
-                return None
-        except OSError as inner:
-            if inner.errno in GONE:
-                return None  # it was taken away between the two looks
-            return Entry(name, step, series, None, f"it cannot be listed: {inner.strerror or inner}", certain=False)
-        return Entry(name, step, series, None, f"it has files but no {MARKER}: never committed, or not written by distckpt")
+        return _unmarked(files, path, name, parsed)
     return Entry(name, step, series, head, identity_problem(head, name, parsed))
+
+
+def _unmarked(files: Files, path: str, name: str, parsed: tuple[str, int]) -> Entry | None:
+    """The entry of a directory in which no marker was found, which counts only when it lists none (S10)."""
+    series, step = parsed
+    try:
+        names = [item.name for item in files.scan(path)]
+        if not names:
+            return None
+        if MARKER in names:
+            head = _head(files, path, f"{name}/{MARKER}")
+            return Entry(name, step, series, head, identity_problem(head, name, parsed))
+    except MarkerError as error:
+        return Entry(name, step, series, None, next(iter(error.files.values())))
+    except OSError as error:
+        if error.errno in GONE and not _stands(files, path):
+            return None  # it was taken away between two looks
+        return Entry(name, step, series, None, f"its marker cannot be looked for: {error.strerror or error}", certain=False)
+    return Entry(name, step, series, None, f"it has files but no {MARKER}: never committed, or not written by distckpt")
+
+
+def _stands(files: Files, path: str) -> bool:
+    try:
+        return is_listed(files, path)
+    except OSError:
+        return True  # cannot tell
 
 
 def _head(files: Files, directory: str, label: str) -> Head:
@@ -169,7 +205,10 @@ def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = Fa
         if seen.kind != "file":
             return Problem(entry.path, f"is a {seen.kind}, not a regular file")
         if seen.size != entry.size:
-            return Problem(entry.path, f"has {seen.size} bytes, the marker says {entry.size}")
+            with files.member(top, below) as file:  # NFS asks for the size again when a file is opened, not before (S23)
+                size = file.seek(0, os.SEEK_END)
+            if size != entry.size:
+                return Problem(entry.path, f"has {size} bytes, the marker says {entry.size}")
         if digest:
             if entry.digest is None:
                 return Problem(entry.path, "has no digest in the marker, so its bytes cannot be verified", certain=False)
@@ -180,7 +219,8 @@ def check_file(files: Files, directory: str, entry: FileEntry, digest: bool = Fa
             return Problem(entry.path, "is missing")
         if error.errno == errno.ELOOP:
             return Problem(entry.path, "is reached through a symlink")
-        return Problem(entry.path, f"cannot be read: {error.strerror or error}", certain=False)
+        return Problem(entry.path, f"cannot be read: {error.strerror or error}", certain=False,
+                       passing=error.errno == errno.ESTALE)
     return None
 
 

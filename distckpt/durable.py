@@ -13,6 +13,7 @@ import ctypes
 import errno
 import io
 import os
+import re
 import stat as _stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,8 +31,10 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE = 3
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-_NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "wekafs", "cifs", "smb3", "9p", "afs", "glusterfs", "orangefs")
+_NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "mmfs", "beegfs", "wekafs", "cifs", "smb3", "smbfs", "9p", "virtiofs",
+            "vboxsf", "afs", "coda", "glusterfs", "orangefs", "pvfs2", "panfs", "gfs2", "ocfs2", "acfs", "daos")
 
 GONE = (errno.ENOENT, errno.ENOTDIR)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
@@ -52,6 +55,16 @@ class Access:
     owner: int
     me: int
     mode: int
+
+
+@dataclass(frozen=True)
+class Mount:
+    """``point`` is where it is mounted, ``kind`` the file system, ``options`` as in "rw,relatime"."""
+
+    point: str
+    kind: str
+    source: str
+    options: str
 
 
 class Output(Protocol):
@@ -253,17 +266,25 @@ class Files:
 
     def is_network(self, path: str) -> bool:
         """Whether another machine may change what is under ``path`` (its absences may be cached for a minute)."""
-        best, kind = "", ""
+        mount = self.mount(path)
+        return mount is not None and (mount.kind in _NETWORK or mount.kind.startswith("fuse"))
+
+    def mount(self, path: str) -> Mount | None:
+        """What is mounted where ``path`` leads to, which need not exist; None where the kernel does not say."""
+        path, found = os.path.realpath(path), None
         try:
-            with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
                 for line in mounts:
                     left, _, right = line.partition(" - ")
-                    point = left.split(" ")[4].replace("\\040", " ")
-                    if (path + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
-                        best, kind = point, right.split(" ")[0]
+                    point, options = left.split(" ")[4:6]
+                    point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), point)
+                    if (path + "/").startswith(point.rstrip("/") + "/") and (found is None or len(point) >= len(found.point)):
+                        kind, source, *more = right.strip().split(" ")
+                        of_all = [o for o in ",".join(more).split(",") if o not in ("", "rw", "ro", *options.split(","))]
+                        found = Mount(point, kind, source, ",".join([options, *of_all]))
         except OSError:
-            return False
-        return kind in _NETWORK or kind.startswith("fuse")
+            return None
+        return found
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -226,10 +226,10 @@ def take(files: Files, layout: Layout, runtime: Runtime, name: str, attempt: str
     me = runtime.identity()
     record = {"reason": reason, "host": me.host, "pid": me.pid, "time": runtime.time(), "ttl": ttl, "name": name}
     for _ in range(_TRIES):
-        for path in (layout.home(), layout.leases(), layout.leases(attempt)):  # a root that was copied may lack all of it
-            if make_dir(files, path):
-                files.fsync_dir(os.path.dirname(path))
         try:
+            for path in (layout.home(), layout.leases(), layout.leases(attempt)):  # a root that was copied may lack all of it
+                if make_dir(files, path):
+                    files.fsync_dir(os.path.dirname(path))
             write_new(files, layout.leases(attempt, f"{ident}.json"), json.dumps(record).encode())
             files.fsync_dir(layout.leases(attempt))
             break

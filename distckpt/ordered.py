@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from distckpt.beneath import DEPTH
 from distckpt.durable import Files, Item, Output
+from distckpt.patience import NONE, PASSING, Patience
 
 
 def write_new(files: Files, path: str, data: bytes) -> None:
@@ -85,18 +86,37 @@ def create_exclusively(files: Files, path: str, data: bytes, temporary: str) -> 
             unlink_if_there(files, temporary)
 
 
-def make_dir(files: Files, path: str) -> bool:
+def make_dir(files: Files, path: str, patience: Patience = NONE) -> bool:
     """A directory at ``path``; False if one was there. Its parent is not synced here.
 
-    Right for a name that nobody else gives, too: after a lost reply NFS says that it exists (see ``move``).
+    Right for a name that nobody else gives, too: after a lost reply NFS says that it exists (see ``move``). Where another host
+    may have made it, ``mkdir`` hears so from the server, and what this host remembers may still say otherwise.
     """
     try:
         files.mkdir(path)
-    except FileExistsError:
-        if files.stat(path).kind != "dir":
-            raise
-        return False
+    except FileExistsError as error:
+        for _ in patience.looks():
+            problem = _no_dir(files, path)
+            if problem is None:
+                return False
+        if not patience.seconds:
+            raise problem if isinstance(problem, OSError) else error from None
+        raise OSError(errno.EEXIST, f"another host made it, and {patience.seconds:.0f} s later this one does not see a directory "
+                                    f"there ({problem}): does its mount cache attributes for longer (actimeo, acdirmax)?",
+                      path) from error
     return True
+
+
+def _no_dir(files: Files, path: str) -> OSError | str | None:
+    """Why ``path`` is no directory as this host sees it; None when it is one."""
+    try:
+        kind = files.stat(path).kind
+        return None if kind == "dir" else f"it is a {kind}"
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        files.scan(os.path.dirname(path))  # a fresh listing ends a remembered absence
+        return error
 
 
 def unlink_if_there(files: Files, path: str) -> None:

@@ -25,7 +25,7 @@ from distckpt.marker import Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
 from distckpt.ownership import Ownership
 from distckpt.retention import Policy
-from distckpt.rootdir import agree_naming, infer_naming, make_root, settle_record, sync_root
+from distckpt.rootdir import agree_naming, await_newest, infer_naming, make_root, settle_record, sync_root
 from distckpt.runtime import Runtime
 from distckpt.status import Status
 
@@ -284,8 +284,8 @@ class Claimed:
     """A root that this process owns and has not recovered yet. ``owned``: it was open here already, and is shared."""
 
     def __init__(self, files: Files, layout: Layout, runtime: Runtime, asked: Naming | None, ownership: Ownership,
-                 owned: OwnedRoot | None = None) -> None:
-        self.files, self.layout, self.runtime, self.asked = files, layout, runtime, asked
+                 waiting: Callable[[str], None], owned: OwnedRoot | None = None) -> None:
+        self.files, self.layout, self.runtime, self.asked, self.waiting = files, layout, runtime, asked, waiting
         self.ownership, self.owned = ownership, owned
         self._released = False
 
@@ -301,6 +301,7 @@ class Claimed:
             naming = agree_naming(files, layout, record, self.asked)
             record = settle_record(files, layout, runtime, record, naming, run_id, self.ownership.generation)
             owned = OwnedRoot(files, layout, naming, self.ownership, record, runtime)
+            await_newest(files, layout, runtime, self.waiting)
             owned._start(decided)
         except BaseException:
             self.release()
@@ -331,13 +332,13 @@ def claim(files: Files, layout: Layout, runtime: Runtime, naming: Naming | None 
             if run_id is not None and run_id != shared.record.run:
                 raise ConfigError(f"root {layout.root} is open in this process as run {shared.record.run!r}, not {run_id!r}")
             shared.users += 1
-            return Claimed(files, layout, runtime, naming, shared.ownership, shared)
-        make_root(files, layout)
+            return Claimed(files, layout, runtime, naming, shared.ownership, waiting, shared)
+        make_root(files, layout, runtime)
         sync_root(files, layout)
         asked, naming = naming, agree_naming(files, layout, catalog.read_record(files, layout), naming)
         heads = [e.head for e in catalog.scan(files, layout, naming) if e.head is not None]
         ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
-        return Claimed(files, layout, runtime, asked, ownership)
+        return Claimed(files, layout, runtime, asked, ownership, waiting)
 
 
 def highest_seq(files: Files, layout: Layout, generation: int, entries: Sequence[Entry]) -> int:

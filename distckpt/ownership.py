@@ -9,6 +9,7 @@ older generation still tries, the file system itself answers ENOENT (S5).
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, is_taken, number_of
 from distckpt.ordered import create_exclusively, make_dir, move, unlink_if_there, write_new
+from distckpt.patience import Patience
 from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,12 @@ def highest(files: Files, layout: Layout, in_markers: int = 0) -> int:
     return max(seen)
 
 
-def _beat_of(files: Files, layout: Layout, generation: int) -> bytes:
+def _beat_of(files: Files, layout: Layout, generation: int, before: bytes = b"") -> bytes:
     try:
         return files.read(layout.owner(generation, "beat"), 64)
     except OSError as error:
+        if error.errno == errno.ESTALE:
+            return before  # no news
         if error.errno in GONE:
             return b""
         raise
@@ -93,7 +97,7 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
         waiting(f"root {layout.root} has an owner of generation {generation} on another machine; waiting "
                 f"{STILL - waited:.0f} s more to see whether it still beats")
         runtime.sleep(2.0)
-        if _beat_of(files, layout, generation) != first:
+        if _beat_of(files, layout, generation, first) != first:
             return _in_use(layout, owner, generation, _age(value, runtime))
     return None
 
@@ -124,6 +128,13 @@ def owner_now(files: Files, layout: Layout, runtime: Runtime) -> tuple[Identity 
     return owner, runtime.alive(owner) if owner is not None else None
 
 
+def _await_record(files: Files, layout: Layout, runtime: Runtime, generation: int) -> None:
+    """Wait until the record that stands there is seen, so that whoever wrote it is judged and not passed over."""
+    for _ in Patience.towards(files, runtime, layout.root, STILL).looks():
+        if generation in _numbers(files, layout.home("owner"), ".json"):
+            return
+
+
 class Ownership:
     """The right to commit and to rotate in one root, from ``claim`` to ``release``."""
 
@@ -152,6 +163,8 @@ class Ownership:
                 # The reply may have been lost, and not the link: whose record stands there decides.
                 if catalog.read_json(files, layout.owner(generation)) != record:
                     if isinstance(error, FileExistsError):
+                        in_markers = max(in_markers, generation)  # this host's listing may not show it for a minute
+                        _await_record(files, layout, runtime, generation)
                         continue  # somebody else took this number; judge them next
                     raise
             try:

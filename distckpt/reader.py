@@ -30,11 +30,19 @@ class Root:
     def __init__(self, path: str | os.PathLike[str], files: Files = REAL, runtime: Runtime = SYSTEM) -> None:
         self.layout = Layout.at(path)
         self.files, self.runtime = files, runtime
-        if not files.is_dir(self.layout.root):
+        if not files.is_dir(self.layout.root) and not self._appears():
             raise ConfigError(f"root {self.layout.root} is not a directory")
         self.record: RootRecord | None = catalog.read_record(files, self.layout)
         naming = self.record.naming if self.record else infer_naming(files, self.layout)
         self.naming = naming or Naming.parse(catalog.DEFAULT_NAMING)
+
+    def _appears(self) -> bool:
+        """Whether the root is there after all, when its parent is listed: it may have been looked for before it was made."""
+        try:
+            self.files.scan(os.path.dirname(self.layout.root))
+        except OSError as error:
+            log.debug("cannot list the parent of root %s: %s", self.layout.root, error)
+        return self.files.is_dir(self.layout.root)
 
     def entries(self, series: str | None = None) -> list[Entry]:
         """Every checkpoint-named entry, committed or not, newest commit first. Reads heads only."""

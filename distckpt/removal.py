@@ -15,6 +15,8 @@ from distckpt.beneath import DEPTH
 from distckpt.durable import Files, Folder
 
 _NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
+_VANISHED = (errno.ENOENT, errno.ESTALE)
+"""Somebody else removed it. Should the mount itself be stale, ``rmdir`` of what holds it says so."""
 
 
 def remove_tree(files: Files, root: str, path: str) -> None:
@@ -48,16 +50,18 @@ def _remove(parent: Folder, name: str, depth: int) -> None:
                     _remove(folder, item.name, depth + 1)
                 else:
                     _unlink(folder, item.name)
-            except FileNotFoundError:
-                continue
+            except OSError as error:
+                if error.errno not in _VANISHED:
+                    raise
     parent.rmdir(name)
 
 
 def _unlink(folder: Folder, name: str) -> None:
     try:
         folder.unlink(name)
-    except FileNotFoundError:
-        return
+    except OSError as error:
+        if error.errno not in _VANISHED:
+            raise
 
 
 def unlink_markers(files: Files, path: str, marker: str) -> None:

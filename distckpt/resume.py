@@ -19,7 +19,7 @@ from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.domains.domains import Domains, ranks_text
 from distckpt.domains.standing import Abroad
-from distckpt.durable import GONE, Files
+from distckpt.durable import Files
 from distckpt.errors import (
     DistckptError,
     MarkerError,
@@ -34,6 +34,7 @@ from distckpt.layout import MARKER, Layout, Naming
 from distckpt.marker import FileEntry, Marker
 from distckpt.owned import OwnedRoot
 from distckpt.ownership import STILL
+from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
 from distckpt.saving.files import PeerFailed
 from distckpt.saving.lineage import Lineage
@@ -227,40 +228,32 @@ class Looker:
 
     def __init__(self, files: Files, root: str, group: Group, runtime: Runtime, visible: float,
                  domains: Domains | None = None) -> None:
-        self._files, self._root, self._group, self._runtime, self._domains = files, root, group, runtime, domains
-        self._patience = max(visible, STILL) if files.is_network(root) else 0.0
+        self._files, self._root, self._group, self._domains = files, root, group, domains
+        self._patience = Patience.towards(files, runtime, root, max(visible, STILL), lambda: group.pulse.phase(self._phase))
+        self._phase = ""
 
     def look(self, name: str, attempt: str, digest: bool) -> tuple[Marker | None, Report]:
         """(the marker, {} | {"bad": ...} | {"unsure": ...} | {"moved": ...})."""
         directory = f"{self._root}/{name}"
-        self._group.pulse.phase(f"looking at {name}")
-        begun = self._runtime.monotonic()
-        while True:
-            try:
-                self._files.scan(self._root)  # a fresh listing: an absence may be remembered, a listing is not
-                found = catalog.read_marker(self._files, directory)
-            except MarkerError as error:
-                return None, {"unsure": f"its {MARKER} does not read as on rank 0 ({next(iter(error.files.values()))})"}
-            except OSError as error:
-                if error.errno in GONE and self._runtime.monotonic() - begun < self._patience:
-                    self._runtime.sleep(1.0)
-                    continue
-                return None, {"unsure": f"its {MARKER} cannot be read ({error})"}
-            break
-        if found.head.attempt != attempt:
-            return None, {"unsure": f"its {MARKER} is of attempt {found.head.attempt}, rank 0 sees {attempt}"}
+        self._phase = f"looking at {name}"
+        self._group.pulse.phase(self._phase)
+        for _ in self._patience.looks():
+            found, unsure, passing = self._marker(directory, attempt)
+            if not passing:
+                break
+        if found is None:
+            return None, {"unsure": unsure + self._waited(passing)}
         if found.head.of > 1:
             problem = self._elsewhere(found)
             if problem:
                 return None, problem
         mine = share(found, self._group.rank, self._group.world, digest, self._domains.mine if self._domains else ())
-        problems = [self._patient(directory, e, digest) for e in mine]
-        seen = [p for p in problems if p is not None]
+        seen = self._problems(directory, mine, digest)
         certain = [p for p in seen if p.certain]
         if certain:
-            return found, {"bad": f"{certain[0].path} {certain[0].what}"}
+            return found, {"bad": f"{certain[0].path} {certain[0].what}{self._waited(True)}"}
         if seen:
-            return found, {"unsure": f"{seen[0].path} {seen[0].what}"}
+            return found, {"unsure": f"{seen[0].path} {seen[0].what}{self._waited(seen[0].passing)}"}
         return found, {}
 
     def _elsewhere(self, found: Marker) -> Report:
@@ -274,17 +267,35 @@ class Looker:
                              f"{ranks_text(found.domains[found.head.part][1])}"}
         return {}
 
-    def _patient(self, directory: str, entry: FileEntry, digest: bool) -> Problem | None:
-        begun = self._runtime.monotonic()
-        while True:
-            problem = catalog.check_file(self._files, directory, entry, digest)
-            if problem is None or not problem.certain or self._runtime.monotonic() - begun >= self._patience:
-                return problem
-            self._runtime.sleep(1.0)
+    def _waited(self, passing: bool) -> str:
+        where = f" on {self._group.identity.host}"
+        return where + (f", and that for {self._patience.seconds:.0f} s" if passing and self._patience.seconds else "")
+
+    def _marker(self, directory: str, attempt: str) -> tuple[Marker | None, str, bool]:
+        """(the marker, why it is not the one that rank 0 sees, whether another look may show it)."""
+        try:
+            self._files.scan(self._root)  # an absence may be remembered, which a fresh listing ends
+            found = catalog.read_marker(self._files, directory)
+        except MarkerError as error:
+            return None, f"its {MARKER} does not read as on rank 0 ({next(iter(error.files.values()))})", True
+        except OSError as error:
+            return None, f"its {MARKER} cannot be read ({error})", error.errno in PASSING
+        if found.head.attempt != attempt:
+            return None, f"its {MARKER} is of attempt {found.head.attempt}, rank 0 sees {attempt}", True
+        return found, "", False
+
+    def _problems(self, directory: str, entries: list[FileEntry], digest: bool) -> list[Problem]:
+        """What is wrong with these files, as often looked at as another look may see it otherwise."""
+        for _ in self._patience.looks():
+            seen = [(e, p) for e in entries if (p := catalog.check_file(self._files, directory, e, digest)) is not None]
+            if not seen or not all(problem.certain or problem.passing for _, problem in seen):
+                break
+            entries = [entry for entry, _ in seen]
             try:
                 self._files.scan(directory)
             except OSError:
                 continue  # the next look says what is wrong
+        return [problem for _, problem in seen]
 
 
 def share(found: Marker, rank: int, world: int, digest: bool, mine: Sequence[int] = ()) -> list[FileEntry]:

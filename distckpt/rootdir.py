@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 from distckpt import catalog, recovery
 from distckpt.catalog import RootRecord
@@ -12,24 +13,27 @@ from distckpt.errors import ConfigError
 from distckpt.layout import SUBDIRECTORIES, Layout, Naming
 from distckpt.marker import Head
 from distckpt.ordered import make_dir, replace
-from distckpt.runtime import Runtime
+from distckpt.ownership import STILL
+from distckpt.patience import Patience
+from distckpt.runtime import SYSTEM, Runtime
 
 log = logging.getLogger(__name__)
 
 
-def make_root(files: Files, layout: Layout) -> None:
+def make_root(files: Files, layout: Layout, runtime: Runtime = SYSTEM) -> None:
     """The root and its own directories, each made with ``mkdir`` (umask and setgid hold) and made durable."""
     missing = []
     here = layout.root
+    patience = Patience.towards(files, runtime, here, STILL)  # another host's ranks, or its last job, may have made them just now
     while not files.is_dir(here):
         missing.append(here)
         here = os.path.dirname(here)
     try:
         for path in reversed(missing):
-            make_dir(files, path)
-        make_dir(files, layout.home())
+            make_dir(files, path, patience)
+        make_dir(files, layout.home(), patience)
         for name in SUBDIRECTORIES:
-            make_dir(files, layout.home(name))
+            make_dir(files, layout.home(name), patience)
     except (NotADirectoryError, FileExistsError) as error:
         raise ConfigError(f"root {layout.root} cannot be used: {error.filename} is there and is not a directory; choose "
                           "another root or move it away") from error
@@ -105,3 +109,22 @@ def settle_record(files: Files, layout: Layout, runtime: Runtime, record: RootRe
     record = RootRecord(run_id or (heads[0].run if heads else f"run-{runtime.token(6)}"), naming)
     replace(files, layout.record, record.to_bytes(), layout.staging(generation, "root.tmp"))
     return record
+
+
+def await_newest(files: Files, layout: Layout, runtime: Runtime, waiting: Callable[[str], None]) -> None:
+    """Wait until the target of ``latest`` is listed.
+
+    A listing that this host remembers from before the last commit would hide that commit, its ``seq`` would be given again, and
+    resume would go back behind it. ``latest`` is read by a fresh open, and its target is never rotated away.
+    """
+    patience = Patience.towards(files, runtime, layout.root, STILL)
+    name = catalog.read_pointer(files, layout) if patience.seconds else None
+    if name is None:
+        return
+    for _ in patience.looks():
+        if any(item.name == name for item in files.scan(layout.root)):
+            return
+        waiting(f"'latest' names {name}, which {layout.root} does not list: looking again for up to {STILL:.0f} s, in case this "
+                "host is shown an old listing")
+    log.warning("'latest' of %s names %s, and this host did not see it there for %.0f s: it was removed by hand, or this mount "
+                "caches listings for longer (acdirmax); going on with what is listed", layout.root, name, STILL)

@@ -13,12 +13,13 @@ from distckpt.coordination.rounds import Call, Report, require_same
 from distckpt.digest import SHA256
 from distckpt.domains.domains import Domains, ranks_text
 from distckpt.domains.standing import Abroad
-from distckpt.durable import GONE, Files
+from distckpt.durable import Files
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.launch.environment import detect
 from distckpt.layout import Layout, Naming
 from distckpt.ordered import make_dir, move, rmdir_if_there, unlink_if_there, write_new
 from distckpt.owned import OwnedRoot
+from distckpt.patience import PASSING, Patience
 from distckpt.removal import remove_tree
 from distckpt.retention import KeepAll, Policy
 from distckpt.runtime import Runtime
@@ -82,22 +83,22 @@ class Start:
 
         The nonce's name came by the verdict, after its fsync, and is never looked up before (S10).
         """
-        begun = self._runtime.monotonic()
-        self._group.pulse.phase("looking for the root's nonce")
-        patience = visible if self._files.is_network(self._layout.root) else min(visible, 2.0)
-        while True:
+        pulse = self._group.pulse
+        pulse.phase("looking for the root's nonce")
+        patience = Patience.towards(self._files, self._runtime, self._layout.root, visible,
+                                    lambda: pulse.phase(pulse.current_phase))
+        for _ in patience.looks(at_least=min(visible, 2.0)):
             try:
                 parent = os.path.dirname(self._probe)
                 there = any(item.name == name for item in self._files.scan(parent))
                 if there and self._files.read(os.path.join(self._probe, "nonce"), 64).decode("ascii", "replace") == nonce:
                     break
             except OSError as error:
-                if error.errno not in GONE:
+                if error.errno not in PASSING:
                     return {"problem": f"cannot read it: {error}"}
-            if self._runtime.monotonic() - begun > patience:
-                return {"problem": "does not see what rank 0 wrote there: the root is not on storage that all hosts share",
-                        "blind": self._mount()}
-            self._runtime.sleep(0.05)
+        else:
+            return {"problem": "does not see what rank 0 wrote there: the root is not on storage that all hosts share",
+                    "blind": self._mount()}
         return {"problem": self._try_there(self._probe)}
 
     def _mount(self) -> str:

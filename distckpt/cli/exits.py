@@ -14,4 +14,5 @@ exit codes:
   4  checkpoints are there and none is usable; the reasons are on stderr
   5  verify found damage
   6  the root is in use by a live writer
+doctor has its own, for job prologs: 0 nothing would fail, 1 warnings (with --strict), 2 something would fail
 """

@@ -99,6 +99,15 @@ def parser() -> argparse.ArgumentParser:
     request = command("request-save", "request", "ask the run that writes to a root for a checkpoint now")
     request.add_argument("--reason", default="", help="shown where the run says why it saves, as in todo.reason")
 
+    doctor = command("doctor", "doctor", "look whether a job could keep its checkpoints in a root; run it as the job is run")
+    doctor.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
+    doctor.add_argument("--size", type=_count, metavar="MIB", default=16,
+                        help="of each rank's part of the small save (default 16)")
+    doctor.add_argument("--wait", type=_seconds, metavar="S", default=120.0,
+                        help="seconds that a rank looks for another's file on a network file system (default: 120)")
+    doctor.add_argument("--timeout", type=_seconds, metavar="S", default=120.0,
+                        help="seconds until a rank that does not come is given up (default: 120)")
+
     export = command("export", "export", "write the weights of one checkpoint (default: the one to resume from) to a safetensors "
                      "file", "ROOT[@STEP]")
     export.add_argument("out", metavar="OUT.safetensors", help="the file to make; it appears whole or not at all")
@@ -115,6 +124,22 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise argparse.ArgumentTypeError(f"it must be a whole number, not {text!r}")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if _number(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return _number(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {text!r}")
+    return number
 
 
 def _metric(text: str) -> tuple[str, float]:

@@ -35,6 +35,7 @@ from distckpt.layout import ATTEMPT, MAIN, MARKER
 from distckpt.marker import FileEntry, Marker
 from distckpt.ordered import unlink_if_there
 from distckpt.owned import OwnedRoot
+from distckpt.patience import NONE, Patience
 from distckpt.retention import Policy
 from distckpt.saving import commit
 from distckpt.saving.committer import Committer, in_order
@@ -57,6 +58,7 @@ class Parts:
         self._algorithm = algorithm
         self._client, self._pulse, self._rank = group.rounds.client, group.pulse, group.rank
         self._found: Marker | None = None
+        self._patience: Patience = NONE
         self._marked = self._replaces = False
         self._views: dict[int, retire.View] = {}
         self._plan: Report = {}
@@ -67,11 +69,11 @@ class Parts:
         return self._owned
 
     def begin(self, call: Call, request: Request, go: Go, progress: float, failure: Callable[[BaseException], RankFailure],
-              doubt: list[str]) -> None:
+              doubt: list[str], patience: Patience) -> None:
         """What the attempt is. ``doubt``: earlier ones that rank 0 cannot say the end of; all others that still stand in staging
         are dead, for every rank left them before it came to this begin (S21)."""
         self._call, self._request, self._go, self._progress, self._failure = call, request, go, progress, failure
-        self._doubt, self._found, self._marked, self._views = doubt, None, False, {}
+        self._doubt, self._patience, self._found, self._marked, self._views = doubt, patience, None, False, {}
 
     def _key(self, kind: str, *rank: int) -> str:
         return self._call.key(self._go.attempt, kind, *rank)
@@ -116,7 +118,7 @@ class Parts:
             text = self._client.get([self._key("draft")])[0]["marker"]
             draft = _marker.parse(text.encode(), "the draft of the marker", trust.key())
             staged = owned.layout.staging(owned.generation, go.attempt, go.name)
-            unclaimed, complaint = compare(owned.files, staged, acked, self._group.hosts, self._rank, empty)
+            unclaimed, complaint = compare(owned.files, staged, acked, self._group.hosts, self._patience, self._rank, empty)
             if complaint is None and unclaimed and len({self._group.hosts[rank] for rank in self.domains.mine}) > 1:
                 complaint = (self._rank, f"{unclaimed[0]!r} was claimed by no rank, and on storage of several hosts only its "
                                          "writer can make it durable: use files.mine or files.shared")

@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 from distckpt.coordination.rounds import Call, Report
 from distckpt.domains.domains import Domains, joined, ranges
-from distckpt.durable import GONE, Files
+from distckpt.durable import Files
 from distckpt.errors import ConfigError
 from distckpt.layout import Layout
 from distckpt.ordered import make_dir, rmdir_if_there, unlink_if_there, write_new
 from distckpt.ownership import STILL
+from distckpt.patience import PASSING, Patience
 from distckpt.rootdir import make_root
 from distckpt.runtime import Runtime
 
-_LOOK = 0.05
 _LOCAL = 2.0
 
 
@@ -38,7 +38,7 @@ class Probe:
         try:
             problem: str | None = None
             try:
-                make_root(self._files, self._layout)
+                make_root(self._files, self._layout, self._runtime)
                 make_dir(self._files, place)
                 write_new(self._files, mine, b"distckpt")
                 self._files.fsync_dir(place)
@@ -54,18 +54,17 @@ class Probe:
 
     def _look(self, place: str, visible: float) -> tuple[set[int], str | None]:
         """Whose files this rank sees: all of them, or those that it saw until its patience ended."""
-        begun = self._runtime.monotonic()
-        patience = max(visible, STILL) if self._files.is_network(self._layout.root) else min(visible, _LOCAL)
+        patience = Patience.towards(self._files, self._runtime, self._layout.root, max(visible, STILL))
         seen: set[int] = {self._rank}
-        while True:
+        for _ in patience.looks(at_least=min(visible, _LOCAL)):
             try:
                 seen |= {int(item.name) for item in self._files.scan(place) if item.name.isdecimal()}
             except OSError as error:
-                if error.errno not in GONE:
+                if error.errno not in PASSING:
                     return seen, f"cannot read it: {error}"
-            if len(seen) >= self._world or self._runtime.monotonic() - begun > patience:
-                return {rank for rank in seen if rank < self._world}, None
-            self._runtime.sleep(_LOOK)
+            if len(seen) >= self._world:
+                break
+        return {rank for rank in seen if rank < self._world}, None
 
     def _judge(self, reports: dict[int, Report]) -> Report:
         problems = {rank: report["problem"] for rank, report in reports.items() if report.get("problem")}

@@ -14,6 +14,7 @@ from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
 from distckpt.ordered import make_dir, walk
+from distckpt.patience import NONE, Patience
 
 _PACE = 8 << 20
 _BEHIND = 32 << 20
@@ -135,11 +136,11 @@ class RankFiles:
     """
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
-                 aborted: Callable[[], bool], skipped: bool = False, prefix: str = "",
+                 aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
                  parent: RankFiles | None = None, first: int = 0) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
         self.first: int = parent.first if parent else first
-        self._files, self._directory, self._prefix = files, directory, prefix
+        self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
         self._algorithm, self._aborted = algorithm, aborted
         self._top: RankFiles = parent._top if parent else self
         if parent is None:
@@ -193,7 +194,8 @@ class RankFiles:
         """The same, inside the sub-directory ``name``."""
         check_member_path(name)
         return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
-                         aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/", parent=self)
+                         aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/",
+                         patience=self._patience, parent=self)
 
     def private(self) -> str:
         """A directory in the attempt that no other rank writes into, for a framework that gives its files names of its own.
@@ -272,13 +274,18 @@ class RankFiles:
     def _make_parents(self, relative: str) -> None:
         parts = relative.split("/")[:-1]
         for depth in range(1, len(parts) + 1):
-            make_dir(self._files, os.path.join(self._directory, *parts[:depth]))
+            make_dir(self._files, os.path.join(self._directory, *parts[:depth]), self._patience)
 
     # -- for the writer process ----------------------------------------------------------------------------------
 
     @property
     def algorithm(self) -> str | None:
         return self._algorithm
+
+    @property
+    def patience(self) -> float:
+        """Seconds to look again for a directory that another host made."""
+        return self._patience.seconds
 
     def written(self) -> list[tuple[str, int, str | None]]:
         """The child's: (path, size, digest) of what was written; size -1 for a file that somebody else's code wrote."""

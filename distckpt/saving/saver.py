@@ -18,6 +18,7 @@ from distckpt.errors import ConfigError, DistckptError, RankDisagreement
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.marker import check_meta, check_metrics
 from distckpt.options import Seams, Timeouts
+from distckpt.patience import Patience
 from distckpt.payloads.base import Payload, Ranks, as_payload
 from distckpt.record import CommitRecord
 from distckpt.retention import Policy
@@ -48,6 +49,8 @@ class Saver:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
         self._on_exists, self._policy, self._hooks, self._parts = on_exists, policy, hooks, parts
+        self._patience = Patience.towards(seams.files, seams.runtime, layout.root, timeouts.visible,
+                                          lambda: group.pulse.phase(group.pulse.current_phase))
 
     def ranks(self) -> Ranks:
         return Ranks(self._group.rank, self._group.world, self._group.collectives)
@@ -112,7 +115,7 @@ class Saver:
                 self._committer.prepare(request, self._policy(series))
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
                                algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
-                               visible=self._timeouts.visible, parts=self._parts)
+                               patience=self._patience, parts=self._parts)
             files = work.begin({"options": self._policy(series).spec, "members": payload.members if payload else None,
                                 **self._hooks.drain()})
             if files is None:

@@ -7,6 +7,7 @@ never sets the key, and a deadline that passes then ends in *unknown*, to be set
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Callable
@@ -17,16 +18,21 @@ from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
 from distckpt.domains.parts import PREPARE, Parts
-from distckpt.durable import GONE, Files
+from distckpt.durable import Files
 from distckpt.errors import DistckptError, RankFailure, RankLost, RankTimeout, SaveError, from_wire, to_wire
 from distckpt.layout import Layout
 from distckpt.marker import FileEntry
+from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
 from distckpt.saving.compare import compare
-from distckpt.saving.files import PeerFailed, RankFiles, make_durable
+from distckpt.saving.files import PeerFailed, RankFiles
 from distckpt.saving.terms import Go, Request, both_wrote, save_error
+from distckpt.saving.unclaimed import Unclaimed
 
 _CAUSES = 1.0
+_LOCAL = 2.0
+"""Seconds until a directory is said to be missing on a disk that seems to be local."""
+
 
 def _let_go(error: BaseException | None) -> None:
     """Close what a failed writer left open. Torch's keeps its half-written file as long as the frames of its exception live,
@@ -41,11 +47,11 @@ class Transaction:
     several storage domains."""
 
     def __init__(self, call: Call, group: Group, files: Files, layout: Layout, runtime: Runtime, request: Request,
-                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, visible: float,
+                 committer: Any, *, algorithm: str | None, arrive: float, progress: float, patience: Patience,
                  parts: Parts | None = None) -> None:
         self._call, self._group, self._files, self._layout, self._runtime = call, group, files, layout, runtime
         self.request, self._committer, self._parts = request, committer, parts
-        self._algorithm, self._arrive, self._progress, self._visible = algorithm, arrive, progress, visible
+        self._algorithm, self._arrive, self._progress, self._patience = algorithm, arrive, progress, patience
         self._client, self._pulse = group.rounds.client, group.pulse
         self.go: Go | None = None
         self._directory = ""
@@ -73,11 +79,14 @@ class Transaction:
         self._decision = self._call.key(go.attempt, "decision")
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
-                           aborted=lambda: self._client.has(self._decision), skipped=go.discard,
+                           aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience,
                            first=parts.first if parts else 0)
         self._pulse.probe(handle.written_bytes)
+        self._unclaimed = Unclaimed(self._call, self._group, self._files, self._directory, go.attempt, self._failure,
+                                    algorithm=self._algorithm, progress=self._progress, patience=self._patience)
         if parts is not None:
-            parts.begin(self._call, self.request, go, self._progress, self._failure, verdict["doubt"])
+            parts.begin(self._call, self.request, go, self._progress, self._failure, verdict["doubt"],
+                        self._patience)
         return handle
 
     def _free(self) -> int | None:
@@ -93,24 +102,23 @@ class Transaction:
         outer = os.path.dirname(self._directory)
         if self._parts is not None:
             self._parts.make_staging()
-        begun = self._runtime.monotonic()
-        pause = 0.01
-        while True:
+        for _ in self._patience.looks(at_least=_LOCAL):
             try:
                 seen = any(i.name == self.go.attempt for i in self._files.scan(os.path.dirname(outer)))
                 if seen and any(i.name == self.go.name for i in self._files.scan(outer)):
                     break
+                last = ""
             except OSError as error:
-                if error.errno not in GONE:
+                if error.errno not in PASSING:
                     raise
+                last = f" ({error.strerror})"
             if self._parts is not None and self._client.has(self._decision):
                 raise PeerFailed  # the committer of a domain could not make its directory
-            waited = self._runtime.monotonic() - begun
-            if waited > self._visible:
-                raise FileNotFoundError(2, f"not visible on this host {waited:.0f} s after rank 0 made it: is the root on "
-                                           "storage that all hosts share?", self._directory)
-            self._runtime.sleep(pause)
-            pause = min(pause * 2, 1.0)
+        else:
+            waited = max(self._patience.seconds, _LOCAL)
+            raise FileNotFoundError(errno.ENOENT, f"not visible on {self._group.identity.host} {waited:.0f} s after rank 0 on "
+                                    f"{self._group.hosts.get(0)} made it{last}: is the root on storage that all hosts share? "
+                                    "Timeouts(visible=...) is how long a rank looks for it", self._directory)
         self._writing = self._runtime.monotonic()
         self._pulse.phase("write")
 
@@ -119,7 +127,7 @@ class Transaction:
         them, so either all enter or none (they have deadlines of their own, and name nobody)."""
         assert self.go is not None
         try:
-            verdict = self._call.round({"ready": ready}, _enter, self._visible + self._progress)
+            verdict = self._call.round({"ready": ready}, _enter, self._patience.seconds + self._progress)
         except RankTimeout as error:
             raise PeerFailed from error  # the acks will find the same ranks missing, and the verdict names them
         if ready and not verdict["enter"]:
@@ -148,7 +156,7 @@ class Transaction:
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
             report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,
-                      "seconds": round(self._runtime.monotonic() - self._writing, 6)}
+                      "open": files.open_ended, "seconds": round(self._runtime.monotonic() - self._writing, 6)}
         if go.discard:
             return self._discard(go, failure, error)
         try:
@@ -197,10 +205,15 @@ class Transaction:
             notes = {rank: report.get("notes", {}) for rank, report in reports.items()}
             if problem is None and self._parts is not None:
                 self._parts.announce(notes)
-            if problem is None and not self._fix(PREPARE if self._parts else "sync" if unclaimed else "committing"):
+            listed = self._parts is None and problem is None and (bool(unclaimed) or self._unclaimed.may_hide(reports))
+            if problem is None and not self._fix(PREPARE if self._parts else "sync" if listed else "committing"):
                 problem = self._problem(go, reports, absence)
-            elif problem is None and unclaimed:
-                problem = self._sync_unclaimed(go, unclaimed, acked)
+            elif problem is None and listed:
+                late, problem = self._unclaimed.sync(unclaimed, acked), None
+                if late:
+                    problem = save_error(self.request.step, go.attempt, late, self._group.world)
+                elif self._unclaimed.shown_late:
+                    problem = self._nothing_late(go, acked)
             if problem is None:
                 self._pulse.phase("commit")
                 commit = self._parts.commit if self._parts else self._committer.commit
@@ -261,7 +274,7 @@ class Transaction:
     def _compare(self, go: Go, acked: dict[int, list[FileEntry]]) -> tuple[list[str], SaveError | None]:
         """Files on disk that nobody acked; and an error when the acks are not what stands there."""
         try:
-            unclaimed, complaint = compare(self._files, self._directory, acked, self._group.hosts)
+            unclaimed, complaint = compare(self._files, self._directory, acked, self._group.hosts, self._patience)
         except OSError as error:
             return [], save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)
         if complaint is None:
@@ -270,6 +283,14 @@ class Transaction:
         identity = self._group.identities[rank]
         failure = RankFailure(rank, "IntegrityError", text, identity.host, identity.pid, "durable")
         return [], save_error(self.request.step, go.attempt, {rank: failure}, self._group.world)
+
+    def _nothing_late(self, go: Go, acked: dict[int, list[FileEntry]]) -> SaveError | None:
+        """Look again, so that no file is left out because rank 0 was shown an old listing."""
+        late, problem = self._compare(go, acked)
+        if late and problem is None:
+            error = OSError(errno.EIO, f"{late[0]} appeared after every rank had written and every host's files were synced")
+            return save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)
+        return problem
 
     def _all_left(self, keys: list[str], hopeless: bool) -> bool:
         """Whether every writer has returned, so that the space may be given back at once; else the next begin does (S21)."""
@@ -280,52 +301,6 @@ class Transaction:
             self._runtime.sleep(0.02)
         return True
 
-    # -- files that a framework wrote under its own names --------------------------------------------------------
-
-    def _sync_unclaimed(self, go: Go, unclaimed: list[str], acked: dict[int, list[FileEntry]]) -> SaveError | None:
-        """One more round: the first rank of every host fsyncs every unclaimed file, now that all writers have returned;
-        rank 0 alone could not flush another host's pages (S20)."""
-        keys = {rank: self._call.key(go.attempt, "synced", rank) for rank in self._group.leaders}
-        self._client.set(self._call.key(go.attempt, "unclaimed"), {"files": unclaimed})
-        self._client.claim(keys[0], self._sync_here(unclaimed, 0))
-        reports, watch = self._call.gather(keys, self._progress, progress=True)
-        failures = {r: RankFailure(**rep["failure"]) for r, rep in reports.items() if "failure" in rep}
-        if failures or len(reports) < len(keys):
-            if not failures:
-                raise self._call.absence(watch, "fsync of framework files")
-            return save_error(self.request.step, go.attempt, failures, self._group.world)
-        sizes: dict[str, tuple[int, int]] = {}
-        digests: dict[str, str] = {}
-        for rank, report in reports.items():
-            for path, size, text in report["files"]:
-                known = sizes.setdefault(path, (size, rank))
-                if known[0] != size:
-                    raise save_error(self.request.step, go.attempt, {rank: self._failure(OSError(
-                        5, f"{path} has {size} bytes on rank {rank}'s host and {known[0]} on rank {known[1]}'s"))},
-                        self._group.world)
-                if text is not None:
-                    digests[path] = text
-        acked[0] = acked[0] + [FileEntry(p, size, digests.get(p), rank) for p, (size, rank) in sizes.items()]
-        return None
-
-    def _sync_here(self, unclaimed: list[str], position: int) -> Report:
-        """Fsync all of them; digest this leader's share."""
-        self._pulse.phase("fsync of framework files")
-        count = len(self._group.leaders)
-        found = []
-        try:
-            for path in unclaimed:
-                self._files.start_writeback(os.path.join(self._directory, path))
-            for index, path in enumerate(unclaimed):
-                algorithm = self._algorithm if index % count == position else None
-                entry = make_durable(self._files, self._directory, path, self._group.rank, algorithm)
-                found.append([entry.path, entry.size, entry.digest])
-            for folder in sorted({os.path.dirname(path) for path in unclaimed}):
-                self._files.fsync_dir(os.path.join(self._directory, folder))
-        except OSError as error:
-            return {"failure": asdict(self._failure(error))}
-        return {"files": found}
-
     # -- the others ----------------------------------------------------------------------------------------------
 
     def _await_outcome(self, go: Go, outcome_key: str) -> Report:
@@ -334,11 +309,7 @@ class Transaction:
             raise self._unknown(go)
         decision = self._client.get([self._decision])[0]
         if decision.get("sync"):
-            key = self._call.key(go.attempt, "unclaimed")
-            if self._group.leads_host and self._call.await_rank0(key, self._progress):
-                unclaimed = self._client.get([key])[0]["files"]
-                report = self._sync_here(unclaimed, self._group.leaders.index(self._group.rank))
-                self._client.claim(self._call.key(go.attempt, "synced", self._group.rank), report)
+            self._unclaimed.answer()
         elif decision.get(PREPARE):
             if self._parts is None or not self._parts.prepare():
                 raise self._unknown(go)

@@ -31,9 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.durable import REAL
+from distckpt.patience import Patience
 from distckpt.payloads.base import Parts, Payload, Ranks, Several
 from distckpt.payloads.members import Members
 from distckpt.payloads.shards import Shards
+from distckpt.runtime import SYSTEM
 from distckpt.saving.arena import Arena
 from distckpt.saving.files import PeerFailed, RankFiles
 
@@ -130,7 +132,7 @@ class WriterProcess:
             if arena.size:
                 send_handle(channel, arena.handle, child.pid)
             self._known = arena.version
-        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first))
+        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first, files.patience))
 
     def _follow(self, files: RankFiles) -> None:
         channel, child = self._channel, self._child
@@ -277,7 +279,7 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, rank: int, world: int,
-               algorithm: str | None, first: int) -> tuple[Any, ...]:
+               algorithm: str | None, first: int, patience: float) -> tuple[Any, ...]:
     said = [time.monotonic()]
 
     def between() -> bool:
@@ -287,7 +289,8 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
             channel.send(("bytes", files.bytes_written))
         return channel.poll(0)
 
-    files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between, first=first)
+    files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between, first=first,
+                      patience=Patience(SYSTEM, patience))
     try:
         _Unpacker(packed, block).load().write(files, Ranks(rank, world, lambda: None))
     except PeerFailed:

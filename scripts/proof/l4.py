@@ -4,8 +4,9 @@ One guest is three machines: a server that exports an ext4 disk over NFSv3 or NF
 name and mounts of their own; rank 0 runs on one and rank 1 on the other, on the real library. Faults strike while a rank is
 held at a drawn operation: the server's daemon stops and comes back; the server loses what it had not written and comes back
 under live clients; its replies are lost, and what was carried out is asked for again; the disk is full; readers on both clients
-hold files that rotation deletes; rank 1 asks for every name before it is there; SIGKILL of the whole guest, then a boot on the
-same disk. The judge is ``distckpt.testing.checker``.
+hold files that rotation deletes; rank 1 asks for every name before it is there; both clients cache attributes for a minute, and
+rank 0 has seen a file of rank 1 while it was half as long; SIGKILL of the whole guest, then a boot on the same disk. The judge is
+``distckpt.testing.checker``.
 
 What it cannot show: the guest has one CPU; a write that reached the guest's disk is never lost by the kill (the image is in the
 host's page cache), so a missing flush between ext4 and the disk goes unseen (L3 has that); both clients die with the server.
@@ -28,13 +29,13 @@ from typing import Any
 
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.uml.machine import Machine
-from scripts.proof.uml.plan import CUT, CUT_START, SERVER, Phase, Plan, disagreement
+from scripts.proof.uml.plan import CACHED, CUT, CUT_START, SERVER, STALE, Phase, Plan, disagreement
 
 VERSIONS = ("3", "4.2")
 PACKAGES = ("user-mode-linux", "kmod", "nfs-kernel-server", "rpcbind", "nfs-common", "e2fsprogs", "iproute2", "util-linux")
 _TOOLS = ("linux.uml", "modprobe", "rpc.nfsd", "rpcbind", "mount.nfs", "exportfs", "mkfs.ext4", "ip", "nsenter")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_TRIES = {"none": 10, "restart": 6, "crash": 6, "lost": 8, "full": 12, "read": 16, "see": 6}
+_TRIES = {"none": 10, "restart": 6, "crash": 6, "lost": 8, "full": 12, "read": 16, "see": 6, STALE: 2}
 _CUTS = 5
 
 
@@ -78,6 +79,7 @@ class Run:
     looked: list[float] = field(default_factory=list)
     unseen: int = 0
     slowest: float = 0.0
+    stale: float = 0.0
     hangs: int = 0
     violations: list[str] = field(default_factory=list)
     _end: bool = False
@@ -149,6 +151,8 @@ class Run:
         if event["verdict"] != "committed" and event["rank"] == 0:
             self.refused[self._fault] = self.refused.get(self._fault, 0) + 1
         self.slowest = max(self.slowest, event["seconds"])
+        if self._fault == STALE:
+            self.stale = max(self.stale, event["seconds"])
         if event["error"] and self._fault == "full" and "disk is" not in event["error"]:
             self.violate(f"I9: a full disk was told as: {event['error'][:300]}")
         if "looked" in event:
@@ -165,6 +169,8 @@ class Run:
         if self.looked:
             covers += (f"; commits that rank 1, which had asked for their names before, did not see at once: {self.unseen}; "
                        f"resume right after one took up to {max(self.looked):.1f} s")
+        if self.stale:
+            covers += f"; a save under caches of {CACHED} s took up to {self.stale:.1f} s"
         return Result("l4", sum(self.saves.values()), self.judged, len(places), self.violations, self.hangs, self.slowest,
                       round(seconds, 1), covers)
 

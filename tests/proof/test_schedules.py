@@ -174,7 +174,7 @@ def test_S7_a_root_that_lost_its_checkpoints_is_no_fresh_start() -> None:
 def test_S8_a_marker_that_only_the_cache_has_is_made_durable_before_it_counts() -> None:
     """Killed between marker and publish, and the marker's fsync had failed: what recovery publishes survives the next cut."""
     found = 0
-    for at in range(252, 268):
+    for at in range(252, 272):
         simulation = Simulation(2, seed=2)
         simulation.job(saves(1, 2), [f"kill:0@{at}"])
         marker = [path for path in simulation.files.snapshot() if path.endswith("/step-2/commit.json") and "/staging/" in path]

@@ -224,7 +224,7 @@ def test_a_file_that_changes_after_its_ack_ends_the_attempt(root: Path) -> None:
 
     disk.faults.append(call(grow, op="stat", path=lambda path: "/staging/" in path and "data.rank-00001" in path))
     for error in same_error(job.each(lambda m: write(m, 1)), SaveError):
-        assert list(error.failures) == [1] and "where it was written" in str(error)
+        assert list(error.failures) == [1] and "rank 1 on host-a wrote 840; something changed it after" in str(error)
     disk.faults[:] = [call(lambda o: os.unlink(f"{o.path}/data.rank-00001-of-00002.bin"), op="scan",
                            path=lambda path: "/staging/" in path and path.endswith("/step-1"))]
     for error in same_error(job.each(lambda m: write(m, 1)), SaveError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from distckpt.resume import Looker, share
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.faults import FaultyFiles, fail
 from tests.inprocess import Job, Threads, content, holds, same_error, tree, values, write
-from tests.support import make_marker
+from tests.support import make_checkpoint, make_marker
 
 
 @pytest.fixture
@@ -272,7 +273,8 @@ def test_S23_absence_on_a_network_file_system_counts_only_after_ninety_seconds(t
             return True
 
     entry = FileEntry("late.bin", 4, None, 0)
-    group: Any = type("G", (), {"pulse": type("P", (), {"phase": staticmethod(lambda text: None)}), "rank": 0, "world": 1})
+    pulse = type("P", (), {"phase": staticmethod(lambda text: None)})
+    group: Any = type("G", (), {"pulse": pulse, "rank": 0, "world": 1, "identity": VirtualRuntime().identity()})
     for appears, expected in ((60.0, None), (200.0, "is missing")):
         directory = tmp_path / f"at-{appears:.0f}"
         directory.mkdir()
@@ -284,9 +286,35 @@ def test_S23_absence_on_a_network_file_system_counts_only_after_ninety_seconds(t
                 (there / "late.bin").write_bytes(b"1234")
 
         runtime.hooks.append(show)
-        problem = Looker(Network(), str(tmp_path), group, runtime, 120.0)._patient(str(directory), entry, False)
-        assert (problem.what if problem else None) == expected
-        assert expected is None or 90 <= runtime.slept <= 130
+        problems = Looker(Network(), str(tmp_path), group, runtime, 120.0)._problems(str(directory), [entry] * 5, False)
+        assert {problem.what for problem in problems} == ({expected} if expected else set())
+        assert expected is None or 90 <= runtime.slept <= 130, "all files share one deadline"
+
+
+def test_a_marker_of_another_attempt_counts_only_when_it_has_lasted(tmp_path: Path) -> None:
+    """The step was replaced, and this host's cache still leads to the old one."""
+    class Network(Files):
+        def is_network(self, path: str) -> bool:
+            return True
+
+    pulse = type("P", (), {"phase": staticmethod(lambda text: None)})
+    runtime, wanted = VirtualRuntime(), "b" * 16
+    group: Any = type("G", (), {"pulse": pulse, "rank": 0, "world": 1, "identity": runtime.identity()})
+    make_checkpoint(str(tmp_path), 1, 2, attempt=wanted)
+    (tmp_path / "step-1").rename(tmp_path / "aside")
+    make_checkpoint(str(tmp_path), 1, 1, attempt="c" * 16)
+    begun = runtime.monotonic()
+
+    def swap(now: float) -> None:
+        if runtime.monotonic() >= begun + 60 and (tmp_path / "aside").exists():
+            shutil.rmtree(tmp_path / "step-1")
+            (tmp_path / "aside").rename(tmp_path / "step-1")
+
+    runtime.hooks.append(swap)
+    looker = Looker(Network(), str(tmp_path), group, runtime, 120.0)
+    assert looker.look("step-1", wanted, False)[1] == {} and 60 <= runtime.slept < 70
+    unsure = looker.look("step-1", "d" * 16, False)[1]["unsure"]
+    assert f"is of attempt {wanted}, rank 0 sees {'d' * 16} on host-a, and that for 120 s" in unsure
 
 
 def test_S23_a_load_that_fails_on_one_rank_fails_on_all(root: Path) -> None:

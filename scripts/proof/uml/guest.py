@@ -26,7 +26,7 @@ import distckpt.manager  # loaded once, before the forks
 from distckpt.testing.checker import COMMITTED, Found, check, tree_of
 from scripts.proof.uml import golden, machines, ranks
 from scripts.proof.uml.link import End, pair
-from scripts.proof.uml.plan import CUT, CUT_START, SERVER, Phase, Plan, line
+from scripts.proof.uml.plan import CACHED, CUT, CUT_START, SERVER, STALE, Phase, Plan, line
 
 Release = Callable[[], None]
 
@@ -113,6 +113,9 @@ def fork(name: str, run: Callable[[End, End], object]) -> Child:
 def run_phase(number: int, plan: Plan, phase: Phase) -> None:
     draw = plan.random(number, phase.fault)
     two = Pair(number, plan, phase)
+    if phase.fault == STALE:
+        for node in machines.NODES:
+            machines.remount(node, plan.version, f",actimeo={CACHED}")
     for node in machines.NODES:
         two.children.append(fork(f"rank-{node}", partial(ranks.rank, number=number, node=node, plan=plan, phase=phase)))
     readers = [fork(f"reader-{node}", partial(ranks.reader, node=node)) for node in machines.NODES if phase.fault == "read"]

@@ -48,16 +48,16 @@ def _on(node: int, *words: str, check: bool = True) -> None:
     command("nsenter", "-t", _anchor(node), "-n", "-u", "-m", *words, check=check)
 
 
-def mount(node: int, version: str) -> None:
-    """The export at ``MOUNT``, with the defaults of that version but for the lock daemon, which nothing here needs."""
-    how = f"vers={version},proto=tcp" + (",nolock" if version.startswith("3") else "")
+def mount(node: int, version: str, more: str = "") -> None:
+    """The export at ``MOUNT``, with the defaults of that version, ``more``, and no lock daemon, which nothing here needs."""
+    how = f"vers={version},proto=tcp" + (",nolock" if version.startswith("3") else "") + more
     _on(node, "mount", "-t", "nfs", "-o", how, f"10.0.{node}.1:{DISK if version.startswith('3') else '/'}", MOUNT)
 
 
-def remount(node: int, version: str) -> None:
+def remount(node: int, version: str, more: str = "") -> None:
     """An empty cache: what is read next is what the server has."""
     _on(node, "umount", MOUNT)
-    mount(node, version)
+    mount(node, version, more)
 
 
 def inside(node: int, look: Callable[[], Any]) -> Any:

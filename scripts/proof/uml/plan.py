@@ -13,6 +13,8 @@ from scripts.proof.uml import golden
 KEEP = 2
 SERVER = ("restart", "crash", "lost")
 CUT, CUT_START = "cut", "cut-start"
+STALE, CACHED = "stale", 60
+"""Both clients cache names and attributes for so many seconds, and have looked too early."""
 _PREFIX = "L4 "
 
 

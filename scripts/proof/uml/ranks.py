@@ -21,9 +21,10 @@ from distckpt.testing.checker import COMMITTED, UNKNOWN, content_of, tree_of
 from scripts.proof.uml import golden
 from scripts.proof.uml.link import End
 from scripts.proof.uml.machines import ROOT, enter
-from scripts.proof.uml.plan import KEEP, Phase, Plan
+from scripts.proof.uml.plan import KEEP, STALE, Phase, Plan
 
 log = logging.getLogger(__name__)
+_LATER = 2.0
 _TIMEOUTS = Timeouts(arrive=120.0, progress=120.0, visible=120.0, close=60.0)
 
 
@@ -85,11 +86,11 @@ def rank(link: End, gate: End, number: int, node: int, plan: Plan, phase: Phase)
     link.say(rank=node, resumed=_seen(resumed.checkpoint), operations=operations,
              seconds=round(time.monotonic() - began, 3))
     while (order := link.hear()) is not None and "step" in order:
-        if phase.fault == "see" and node == 1:
+        if phase.fault == STALE or (phase.fault == "see" and node == 1):
             _pry(order["step"])
         held.at(order["at"])
         blind.on = order["blind"]
-        link.say(rank=node, step=order["step"], **_save(manager, held, order["step"], careless=phase.fault == "full"),
+        link.say(rank=node, step=order["step"], **_save(manager, held, order["step"], phase.fault),
                  **_look(manager, phase, order, node))
     began = time.monotonic()
     manager.close()
@@ -105,12 +106,15 @@ def _seen(checkpoint: Any) -> list[Any] | None:
     return [checkpoint.step, content_of(found)]
 
 
-def _save(manager: CheckpointManager, held: Held, step: int, careless: bool) -> dict[str, Any]:
+def _save(manager: CheckpointManager, held: Held, step: int, fault: str) -> dict[str, Any]:
     began = time.monotonic()
     error = ""
     try:
         with manager.saving(step) as files:
-            _write(files, manager, step, careless)
+            _write(files, manager, step, fault)
+            if fault == STALE and files.rank == 0:
+                time.sleep(_LATER)
+                _list(files.directory)
         verdict = COMMITTED
     except SaveError as raised:
         verdict, error = raised.outcome, f"{type(raised).__name__}: {raised}"
@@ -121,19 +125,26 @@ def _save(manager: CheckpointManager, held: Held, step: int, careless: bool) -> 
     return {"verdict": verdict, "error": error[:1500], "operations": operations, "seconds": round(time.monotonic() - began, 3)}
 
 
-def _write(files: RankFiles, manager: CheckpointManager, step: int, careless: bool) -> None:
+def _write(files: RankFiles, manager: CheckpointManager, step: int, fault: str) -> None:
     """One file of each kind: through the coordinator's writer, by plain calls, and the one that is the same on all ranks.
 
-    ``careless``: by plain calls that ignore what ``close`` says, as C++ streams do; on NFS that is where a full disk is told.
+    On a full disk by plain calls that ignore what ``close`` says, as C++ streams do; on NFS that is where it is told. Under
+    ``STALE`` rank 1 lets rank 0 see its file while it is half as long.
     """
-    node = files.rank
+    node, careless = files.rank, fault == "full"
     with files.writer("model.bin") as out:
-        data = memoryview(golden.bytes_of(step, node, "model.bin"))
-        for start in range(0, len(data), 50_000):
-            out.write(data[start:start + 50_000])
+        model = memoryview(golden.bytes_of(step, node, "model.bin"))
+        for start in range(0, len(model), 50_000):
+            out.write(model[start:start + 50_000])
     for name in ("optim/state.bin", "rng.bin"):
         fd = os.open(files.mine(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        os.write(fd, golden.bytes_of(step, node, name))
+        data = golden.bytes_of(step, node, name)
+        half = len(data) // 2 if fault == STALE and node == 1 else 0
+        if half:
+            os.write(fd, data[:half])
+            os.fsync(fd)
+            time.sleep(2 * _LATER)
+        os.write(fd, data[half:])
         try:
             os.close(fd)
         except OSError:
@@ -153,9 +164,16 @@ def _pry(step: int) -> None:
             os.path.isdir(f"{folder}/{name}")
 
 
+def _list(directory: str) -> None:
+    """Every entry and its attributes, as user code does that waits for files: this machine remembers them from here on."""
+    for parent, folders, names in os.walk(directory):
+        for name in [*folders, *names]:
+            os.stat(os.path.join(parent, name))
+
+
 def _look(manager: CheckpointManager, phase: Phase, order: dict[str, Any], node: int) -> dict[str, Any]:
     """What this machine sees of the save that was just committed; with ``resume``, what the run would go on from."""
-    if phase.fault != "see":
+    if phase.fault not in ("see", STALE):
         return {}
     there = os.path.isfile(f"{ROOT}/step-{order['step']}/commit.json")
     if not order.get("resume"):
