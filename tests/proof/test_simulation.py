@@ -138,7 +138,7 @@ def _flag_first(monkeypatch: pytest.MonkeyPatch) -> None:
         gate = self.gate
         flag = gate.flag
         gate.place = (gate.place[0] + 1, step)
-        return self._attend(step) if flag or self.signals.raised or self._stop_reason else NOTHING
+        return self._attend(step) if flag or self.signals.raised or self.stop_reason else NOTHING
 
     monkeypatch.setattr(Background, "poll", poll)
 
