@@ -56,7 +56,7 @@ class Background:
         self._tolerated, self.in_flight_rule = tolerated, in_flight
         self.failures_in_a_row = 0
         self.gate = Gate(runtime, flush)
-        self.stop_reason = ""
+        self._stop_reason = ""
         self._pending: Job | None = None
         self._unreported: Job | None = None
         self._faced: set[int] = set()
@@ -96,7 +96,7 @@ class Background:
     def poll(self, step: int) -> Todo:
         gate = self.gate
         gate.place = (gate.place[0] + 1, step)  # first this, then the flag (S17)
-        if gate.flag or self.signals.raised or self.stop_reason:
+        if gate.flag or self.signals.raised or self._stop_reason:
             return self._attend(step)
         schedule = self.schedule
         if schedule.due(step):
@@ -123,14 +123,14 @@ class Background:
             if act.kind == "ended" and self._pending is not None and act.data.get("number") == self._pending.handle.number:
                 self._pending = None
             elif act.kind == "stop":
-                self.stop_reason = self.stop_reason or act.reason
+                self._stop_reason = self._stop_reason or act.reason
             elif act.kind == "save":
                 reasons.append(act.reason)
-        save = (bool(reasons) or bool(self.stop_reason) or self.schedule.due(step)) and step != self.schedule.last
-        if not save and not self.stop_reason:
+        save = (bool(reasons) or bool(self._stop_reason) or self.schedule.due(step)) and step != self.schedule.last
+        if not save and not self._stop_reason:
             return NOTHING
-        why = "; ".join([*([self.stop_reason] if self.stop_reason else []), *reasons]) or self.schedule.reason(step)
-        return Todo(save, bool(self.stop_reason), why)
+        why = "; ".join([*([self._stop_reason] if self._stop_reason else []), *reasons]) or self.schedule.reason(step)
+        return Todo(save, bool(self._stop_reason), why)
 
     def _face(self, number: int, told: DistckptError) -> None:
         """A background save failed: raise it, once, or count it as tolerated. At one boundary on every rank.
@@ -181,6 +181,11 @@ class Background:
                 return False
         self.settle()
         return True
+
+    @property
+    def stop_reason(self) -> str:
+        """Why ``poll`` said stop; empty when it has not."""
+        return self._stop_reason
 
     @property
     def pending(self) -> Job | None:

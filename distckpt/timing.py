@@ -12,7 +12,7 @@ from distckpt.coordination.gate import Act
 from distckpt.durable import GONE
 from distckpt.errors import ConfigError
 from distckpt.launch.environment import detect
-from distckpt.launch.slurm import end_of_allocation
+from distckpt.launch.slurm import end_as_set, end_as_told
 from distckpt.owned import OwnedRoot
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,13 @@ class Timing:
 
     def watch(self, owned: OwnedRoot) -> None:
         self._owned = owned
+        launch = detect()
         if self._grace is None:
-            self._grace = detect().grace
-        # a thread: the controller may take its time, and a start or a close must not wait for it
-        owned.runtime.thread("allocation", self._look_at_the_end)
+            self._grace = launch.grace
+        self._end = end_as_set()
+        if self._end is None and launch.job_id:
+            # a thread: the controller may take its time, and a start or a close must not wait for it
+            owned.runtime.thread("allocation", self._ask_for_the_end)
         now = owned.runtime.monotonic()
         self._next_save = now + (self._interval or 0.0)
         self._compare_with_grace()
@@ -50,9 +53,8 @@ class Timing:
         assert owned is not None
         now = owned.runtime.monotonic()
         if self._end is not None and self._ends_soon():
-            known, self._end = self._end, None
-            self._look_at_the_end()  # an operator may have given the job more time
-            if self._end is None or self._end <= known or self._ends_soon():
+            self._end = end_as_told()  # an operator may have given the job more time
+            if self._end is None or self._ends_soon():
                 self._end = None
                 return Act("stop", "the allocation ends soon")
         if self._interval is not None and now >= self._next_save:
@@ -64,8 +66,8 @@ class Timing:
             return self._request(owned)
         return None
 
-    def _look_at_the_end(self) -> None:
-        self._end = end_of_allocation()
+    def _ask_for_the_end(self) -> None:
+        self._end = end_as_told()
 
     def _ends_soon(self) -> bool:
         assert self._owned is not None and self._end is not None

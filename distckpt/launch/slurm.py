@@ -44,18 +44,23 @@ def requeue(launch: Launch) -> None:
     _ask("scontrol", "requeue", launch.target)
 
 
-def end_of_allocation(launch: Launch | None = None) -> float | None:
-    """When SLURM ends this job, in seconds since the epoch: from SLURM_JOB_END_TIME (since 23.02), else from the controller.
+def end_as_set() -> float | None:
+    """When SLURM ends this job, in seconds since the epoch, by SLURM_JOB_END_TIME, which it sets since 23.02."""
+    return _time(os.environ.get("SLURM_JOB_END_TIME", ""))
 
-    None outside of a job, or where there is no limit, or when the controller does not say.
-    """
-    text = os.environ.get("SLURM_JOB_END_TIME", "")
-    launch = launch or detect()
-    if not text.isdecimal() and launch.job_id:
-        try:
-            text = _ask("squeue", "--noheader", f"--jobs={launch.target}", "--format=%e")
-        except SlurmError as error:
-            log.info("when this job ends is unknown (%s): export SLURM_JOB_END_TIME in the job script, or have a stop signal "
-                     "sent early enough (sbatch --signal)", error)
-            return None
+
+def end_as_told() -> float | None:
+    """The same by the controller; None outside of a job, where there is no limit, or when it does not say."""
+    launch = detect()
+    if not launch.job_id:
+        return None
+    try:
+        return _time(_ask("squeue", "--noheader", f"--jobs={launch.target}", "--format=%e"))
+    except SlurmError as error:
+        log.info("when this job ends is unknown (%s): export SLURM_JOB_END_TIME in the job script, or have a stop signal sent "
+                 "early enough (sbatch --signal)", error)
+        return None
+
+
+def _time(text: str) -> float | None:
     return float(text) if text.isdecimal() and text.isascii() and int(text) > 0 else None

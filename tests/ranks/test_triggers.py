@@ -102,7 +102,8 @@ def test_the_end_of_the_allocation_stops_the_run(tmp_path: Path, monkeypatch: py
 
 def test_a_job_that_was_given_more_time_meanwhile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [time.time() + 30, time.time() + 3600]
-    monkeypatch.setattr(timing, "end_of_allocation", lambda: ends.pop(0) if len(ends) > 1 else ends[0])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(timing, "end_as_told", lambda: ends.pop(0) if len(ends) > 1 else ends[0])
     owned = OwnedRoot.open(REAL, Layout.at(tmp_path / "root"), SYSTEM)
     watch = timing.Timing(None, None)
     watch.watch(owned)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distckpt.launch.nodelist import expand
 from tests.slurm.conftest import REPOSITORY, SCRIPT, Cluster, Job
 from tests.slurm.steps import HELD
 
@@ -113,3 +114,8 @@ def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Clus
     cluster.end(job)
     assert report(tmp_path, 0)["stopped"] == report(tmp_path, 0, 1)["stopped"] == "the allocation ends soon"
     assert (tmp_path / f"root/step-{report(tmp_path, 0)['ended']}/commit.json").exists()
+
+
+def test_lists_of_nodes_are_read_as_scontrol_reads_them(cluster: Cluster) -> None:
+    for text in ("n1", "n[1-3,7],m2", "n[003-010,12],m1", "r[1-2]n[1-2]", "a-b.c.d"):
+        assert list(expand(text)) == cluster.run("scontrol", "show", "hostnames", text).split()

@@ -17,7 +17,7 @@ import distckpt
 from distckpt.errors import ConfigError
 from distckpt.launch.environment import RENDEZVOUS, STORE, Launch, detect
 from distckpt.launch.nodelist import expand, first
-from distckpt.launch.slurm import end_of_allocation
+from distckpt.launch.slurm import end_as_set, end_as_told
 from distckpt.runtime import Identity
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "2", "SLURM_NTASKS": "4", "SLURM_PROCID": "0",
@@ -250,18 +250,17 @@ def test_B122_the_end_of_the_allocation_is_the_schedulers(commands: Path, monkey
                                                           caplog: pytest.LogCaptureFixture) -> None:
     """SLURM sets SLURM_JOB_END_TIME since 23.02; before that only the controller knows it."""
     caplog.set_level(logging.INFO)
-    assert end_of_allocation() is None and calls(commands) == []
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1800000000")
-    assert end_of_allocation() == 1_800_000_000 and calls(commands) == []
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    assert end_as_set() is None and end_as_told() is None and calls(commands) == []
+    for text, expected in (("1800000000", 1_800_000_000), ("soon", None), ("0", None), ("", None)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", text)
+        assert end_as_set() == expected
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    (commands / "squeue.out").write_text("1800000005\n")
-    assert end_of_allocation() == 1_800_000_005 and calls(commands) == ["squeue --noheader --jobs=7 --format=%e"]
-    for text in ("N/A", "0", "", "NOT_SET"):
-        (commands / "squeue.out").write_text(text)
-        assert end_of_allocation() is None
+    for text, expected in (("1800000005", 1_800_000_005), ("N/A", None), ("0", None), ("", None), ("NOT_SET", None)):
+        (commands / "squeue.out").write_text(text + "\n")
+        assert end_as_told() == expected
+    assert set(calls(commands)) == {"squeue --noheader --jobs=7 --format=%e"}
     (commands / "fail---noheader").write_text("slurm_load_jobs error: Invalid job id specified")
-    assert end_of_allocation() is None and "when this job ends is unknown (squeue" in caplog.text
+    assert end_as_told() is None and "when this job ends is unknown (squeue" in caplog.text
 
 
 def test_no_torch_is_needed_to_know_who_one_is() -> None:
