@@ -48,9 +48,9 @@ class CrashSafe(Trainer):  # type: ignore[misc]
     ``save`` raise, on every rank alike.
 
     ``background_saves``: what the Trainer writes goes to memory, as a copy of the large states and in small files (those to
-    ``scratch``, a directory, if given), and training goes on while it goes to disk. ``allow_world_change``: resume at another
-    number of processes, where random states of old ranks do not fit and the new ones keep their seeds. ``manager_options``: more
-    keyword arguments for CheckpointManager.
+    ``scratch``, a directory, if given), and training goes on while it goes to disk.
+    ``allow_world_change``: resume at another number of processes, where random states of old ranks do not fit and the new ones
+    keep their seeds. ``manager_options``: more keyword arguments for CheckpointManager.
     """
 
     background_saves = False
