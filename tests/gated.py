@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,10 +198,14 @@ def watch_attends(behind: Background) -> list[int]:
     return attends
 
 
-def met(found: Ranks, rank: int, polls: int, pause: float = 0.0005, steps: Callable[[int], int] = lambda n: n) -> list[Any]:
-    """What ``rank`` meets in so many polls: (ordinal, the error's type or the todo), without the empty ones."""
-    behind, seen = found.behind[rank], []
-    for n in range(polls):
+def met(found: Ranks, rank: int, polls: int, pause: float = 0.0005, steps: Callable[[int], int] = lambda n: n,
+        enough: int = 0) -> list[Any]:
+    """What ``rank`` meets in so many polls, and in more on a busy machine until it is ``enough``: (ordinal, the error's type or
+    the todo), without the empty ones."""
+    behind, seen, late = found.behind[rank], [], time.monotonic() + 20
+    for n in count():
+        if n >= polls and (len(seen) >= enough or time.monotonic() > late):
+            break
         try:
             todo = behind.poll(steps(n))
             if todo.save or todo.stop:

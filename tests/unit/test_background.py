@@ -112,7 +112,7 @@ def test_news_opens_no_connection(ranks: Callable[..., Ranks]) -> None:
     assert until(lambda: found.connections == 5), "two listeners, two messengers, one gatekeeper"
     found.tell(1, Act("save", "asked"))
     found.verdicts[1] = lambda rank: failure(1, 1)
-    seen = found.run(lambda rank: (found.save(rank, 1), met(found, rank, 300))[1])
+    seen = found.run(lambda rank: (found.save(rank, 1), met(found, rank, 300, enough=2))[1])
     assert seen[0] == seen[1] and len(seen[0]) == 2 and found.connections == 5
 
 
@@ -265,7 +265,7 @@ def test_whatever_a_writer_raises_is_filed_and_the_next_save_works(error: BaseEx
     found.verdicts = {1: verdict, 2: lambda rank: None}
     first = found.save(0, 1)
     assert first is not None and found.behind[0].wait(5) and first.done()
-    seen = met(found, 0, 100)
+    seen = met(found, 0, 100, enough=1)
     assert [s[1] for s in seen] == ["SaveError"] and type(error).__name__ in seen[0][2]
     assert isinstance(first.exception(), SaveError) and first.exception().__cause__ is error  # type: ignore[union-attr]
     second = found.save(0, 2)

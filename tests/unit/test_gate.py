@@ -204,7 +204,7 @@ def test_s17_polls_every_tenth_step_on_one_rank(ranks: Callable[..., Ranks]) -> 
     def train(rank: int) -> list[Any]:
         if rank == 0:
             found.tell(0, Act("save", "asked"))
-        return met(found, rank, 300, steps=steps[rank])
+        return met(found, rank, 300, steps=steps[rank], enough=1)
 
     seen = found.run(train)
     assert len(seen[0]) == 1 and [s[0] for s in seen[0]] == [s[0] for s in seen[1]]
@@ -236,7 +236,7 @@ def test_s17_the_step_goes_down_after_a_rollback(ranks: Callable[..., Ranks]) ->
     def train(rank: int) -> list[Any]:
         if rank == 2:
             found.tell(2, Act("stop", "SIGTERM on rank 2"))
-        acts = met(found, rank, 200, pause=0.0003 * (rank + 1), steps=lambda n: (5000 + n) if n < 7 else 300 + n)
+        acts = met(found, rank, 200, pause=0.0003 * (rank + 1), steps=lambda n: (5000 + n) if n < 7 else 300 + n, enough=1)
         return [s[0] for s in acts][:1]
 
     seen = found.run(train)
@@ -403,7 +403,7 @@ def test_news_after_a_rank_has_left(how: str, news: str, ranks: Callable[..., Ra
         found.source().set("bye/1", {})
     data = {"number": 1, "error": to_wire(failure(3, 1))} if news == "failed" else {}
     found.tell(2, Act(news, "asked", data))
-    seen = found.run(lambda rank: met(found, rank, 700), ranks=[0, 2])
+    seen = found.run(lambda rank: met(found, rank, 700, enough=1), ranks=[0, 2])
     assert seen[0] == seen[1] and [s[1] for s in seen[0]] == ["SaveError" if news == "failed" else "RankLost"]
     assert how == "dead" or found.behind[0]._gatekeeper._freezes == 2  # type: ignore[union-attr]
     found.runtime.dead.add(1)
@@ -427,11 +427,11 @@ def test_news_behind_a_number_that_was_taken_and_never_written(ranks: Callable[.
     number = client.ticket("news")
     found.tell(1, Act("save", "behind it"))
     assert until(lambda: found.behind[0].gate.flag)
-    seen = found.run(lambda rank: met(found, rank, 300))
+    seen = found.run(lambda rank: met(found, rank, 300, enough=1))
     assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["behind it"]
     client.set(f"news/{number}", Act("save", "late").to_json())
     assert until(lambda: found.behind[0].gate.flag)
-    seen = found.run(lambda rank: met(found, rank, 300))
+    seen = found.run(lambda rank: met(found, rank, 300, enough=1))
     assert [s[3] for s in seen[0]] == [s[3] for s in seen[1]] == ["late"]
     assert until(lambda: found.store.num_keys() == 1)
 
@@ -443,7 +443,7 @@ def test_an_answer_is_not_awaited_from_a_rank_that_died_while_it_was_asked(ranks
     found.tell(2, Act("save", "asked"))
     assert until(lambda: found.behind[0].gate.flag)
     found.runtime.dead.add(1)
-    seen = found.run(lambda rank: met(found, rank, 700), ranks=[0, 2])
+    seen = found.run(lambda rank: met(found, rank, 700, enough=1), ranks=[0, 2])
     assert seen[0] == seen[1] and [s[1] for s in seen[0]] == ["RankLost"]
     assert time.monotonic() - begun < gate_module.ANSWER
 
@@ -478,7 +478,7 @@ def test_news_that_cannot_be_understood_stops_nobody(ranks: Callable[..., Ranks]
     found.behind[0]._group.rounds.caller.send(client, 1, "act", {"at": "soon"})
     found.behind[0]._group.rounds.caller.send(client, 1, "freeze", {})
     found.tell(1, Act("save", "asked"))
-    seen = found.run(lambda rank: met(found, rank, 200))
+    seen = found.run(lambda rank: met(found, rank, 200, enough=1))
     assert [s[:2] for s in seen[0]] == [s[:2] for s in seen[1]] and len(seen[0]) == 1
 
 
@@ -491,7 +491,7 @@ def test_a_step_that_is_no_number_stops_nobody(ranks: Callable[..., Ranks]) -> N
             return 1
 
     found.tell(1, Act("save", "asked"))
-    seen = found.run(lambda rank: met(found, rank, 200, steps=lambda n: Odd()))  # type: ignore[arg-type, return-value]
+    seen = found.run(lambda rank: met(found, rank, 200, steps=lambda n: Odd(), enough=1))  # type: ignore[arg-type, return-value]
     assert seen[0] == seen[1] and len(seen[0]) == 1
 
 
