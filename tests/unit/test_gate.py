@@ -88,7 +88,7 @@ def _poller(gate: Gate) -> Background:
     found = Background.__new__(Background)
     found.gate, found.schedule = gate, Schedule(None, False)
     found.signals = SimpleNamespace(raised="")  # type: ignore[assignment]
-    found.stop_reason, found._pending, found._posted_stop = "", None, False
+    found._stop_reason, found._pending, found._posted_stop = "", None, False
     return found
 
 
