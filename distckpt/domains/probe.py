@@ -24,12 +24,13 @@ _LOCAL = 2.0
 
 
 class Probe:
-    """Two rounds. ``try_storage(directory)`` says what a save could not do there, or None."""
+    """Two rounds. ``try_storage(directory)`` says what a save could not do there, or None.
+    ``waiting`` says that this rank is still at it."""
 
     def __init__(self, files: Files, runtime: Runtime, layout: Layout, rank: int, world: int, hosts: dict[int, str],
-                 try_storage: Callable[[str], str | None]) -> None:
+                 try_storage: Callable[[str], str | None], waiting: Callable[[str], None]) -> None:
         self._files, self._runtime, self._layout = files, runtime, layout
-        self._rank, self._world, self._hosts, self._try = rank, world, hosts, try_storage
+        self._rank, self._world, self._hosts, self._try, self._waiting = rank, world, hosts, try_storage, waiting
 
     def find(self, call: Call, token: str, arrive: float, visible: float) -> Domains:
         """The domains, alike on every rank; ConfigError when some rank's root cannot be used. Collective."""
@@ -47,7 +48,7 @@ class Probe:
             call.round({"problem": problem}, self._judge, arrive)
             seen, problem = self._look(place, visible)
             problem = problem or self._try(place)
-            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive + max(visible, STILL))
+            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive, progress=True)
         finally:
             self._clear(place, mine)
         return Domains(tuple(tuple(ranks) for ranks in verdict["domains"]), self._rank, self._hosts)
@@ -65,6 +66,7 @@ class Probe:
                     return seen, f"cannot read it: {error}"
             if len(seen) >= self._world or self._runtime.monotonic() - begun > patience:
                 return {rank for rank in seen if rank < self._world}, None
+            self._waiting("looking whose probes are on this disk")  # at a network file system longer than others wait for a rank
             self._runtime.sleep(_LOOK)
 
     def _judge(self, reports: dict[int, Report]) -> Report:
