@@ -43,8 +43,8 @@ class LocalStart(Start):
     def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
         token = call.round({"root": self._layout.root, "options": options, **report_key()}, self._agree, arrive)["token"]
         group = self._group
-        domains = Probe(self._files, self._runtime, self._layout, group.rank, group.world, group.hosts, self._try_there
-                        ).find(call, token, arrive, visible)
+        domains = Probe(self._files, self._runtime, self._layout, group.rank, group.world, group.hosts, self._try_there,
+                        group.pulse.phase).find(call, token, arrive, visible)
         if len(domains.all) == 1:
             return super().open(call, options, arrive, visible)
         self.domains = domains

@@ -24,12 +24,13 @@ _LOCAL = 2.0
 
 
 class Probe:
-    """Two rounds. ``try_storage(directory)`` says what a save could not do there, or None."""
+    """Two rounds. ``try_storage(directory)`` says what a save could not do there, or None.
+    ``waiting`` says that this rank is still at it."""
 
     def __init__(self, files: Files, runtime: Runtime, layout: Layout, rank: int, world: int, hosts: dict[int, str],
-                 try_storage: Callable[[str], str | None]) -> None:
+                 try_storage: Callable[[str], str | None], waiting: Callable[[str], None]) -> None:
         self._files, self._runtime, self._layout = files, runtime, layout
-        self._rank, self._world, self._hosts, self._try = rank, world, hosts, try_storage
+        self._rank, self._world, self._hosts, self._try, self._waiting = rank, world, hosts, try_storage, waiting
 
     def find(self, call: Call, token: str, arrive: float, visible: float) -> Domains:
         """The domains, alike on every rank; ConfigError when some rank's root cannot be used. Collective."""
@@ -47,14 +48,15 @@ class Probe:
             call.round({"problem": problem}, self._judge, arrive)
             seen, problem = self._look(place, visible)
             problem = problem or self._try(place)
-            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive + max(visible, STILL))
+            verdict = call.round({"problem": problem, "sees": ranges(seen)}, self._join, arrive, progress=True)
         finally:
             self._clear(place, mine)
         return Domains(tuple(tuple(ranks) for ranks in verdict["domains"]), self._rank, self._hosts)
 
     def _look(self, place: str, visible: float) -> tuple[set[int], str | None]:
         """Whose files this rank sees: all of them, or those that it saw until its patience ended."""
-        patience = Patience.towards(self._files, self._runtime, self._layout.root, max(visible, STILL))
+        patience = Patience.towards(self._files, self._runtime, self._layout.root, max(visible, STILL),
+                                    lambda: self._waiting("looking whose probes are on this disk"))
         seen: set[int] = {self._rank}
         for _ in patience.looks(at_least=min(visible, _LOCAL)):
             try:

@@ -164,8 +164,9 @@ class RankFiles:
     def shared(self, name: str) -> str:
         """The path of a replicated file, on the one rank that writes it; ConfigError on the others. Local."""
         if not self.writes(name):
-            raise ConfigError(f"{name!r} is written by rank {self.first} for all; rank {self.rank} must not: guard the call with "
-                              f"files.writes({name!r}), or use files.mine for a file per rank")
+            who = (f"{name!r} is written by rank 0 for all; rank {self.rank} must not" if self.first == 0 else
+                   f"{name!r} is written by rank {self.first} for its node; rank {self.rank} must not")
+            raise ConfigError(f"{who}: guard the call with files.writes({name!r}), or use files.mine for a file per rank")
         return self._claim(name)
 
     @property

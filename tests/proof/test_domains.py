@@ -226,6 +226,26 @@ def test_what_verify_rejected_on_one_node_is_passed_over_by_all() -> None:
     assert "on host-1 (rank 1) it was rejected: a bit flipped" in run.values[0][1]
 
 
+def block(manager: Told, step: int, text: bytes) -> bool:
+    """A ``saving`` block that writes its own file; whether it was skipped."""
+    with manager.saving(step, on_exists="skip") as files, files.writer("data.bin") as out:
+        out.write(text)
+    return files.skipped
+
+
+def test_a_step_that_is_there_is_skipped_on_every_node_and_nothing_of_it_stays() -> None:
+    nodes = Nodes(2)
+
+    def program(manager: Told, rank: int) -> list[bool]:
+        seen = [manager.save(1, State(bytes_of(rank, 1)), on_exists="skip").skipped for _ in range(2)]
+        return [*seen, block(manager, 1, b"thrown away"), block(manager, 2, b"kept")]
+
+    run = well(nodes.job(program))
+    assert set(map(str, run.values.values())) == {"[False, True, True, False]"}
+    for disk in nodes.nodes:
+        assert not [path for path in disk.snapshot() if "/staging/1/" in path and not path.endswith(".tmp")]
+
+
 def test_S19_the_store_stays_as_large_as_it_was() -> None:
     few, many = (Nodes(3, nodes=3).job(saves(*range(1, count))) for count in (4, 12))
     assert few.errors == many.errors == {} and few.keys == many.keys

@@ -1,6 +1,6 @@
 """The schedules of DESIGN section 12, by number, with the whole library in the simulation.
 
-S1 (several domains) and S25 (object stores, links) speak of parts that do not exist yet.
+S1 (several domains) is in ``test_domains``. S25 (object stores, links) speaks of parts that do not exist yet.
 """
 
 from __future__ import annotations
