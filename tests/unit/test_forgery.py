@@ -236,7 +236,7 @@ def test_ranks_with_different_keys_or_none_do_not_start(tmp_path: Path, monkeypa
     for error in same_error(Job(tmp_path / "r").run(lambda m: None), RankDisagreement):
         assert trust.KEY_VARIABLE in str(error)
     reports = iter([{"key": None}, {"key_problem": "it cannot be read here"}])
-    monkeypatch.setattr(start, "_key_report", lambda: next(reports))
+    monkeypatch.setattr(start, "report_key", lambda: next(reports))
     for error in same_error(Job(tmp_path / "r").run(lambda m: None), ConfigError):
         assert "it cannot be read here" in str(error) and str(error).startswith("rank ")
 
