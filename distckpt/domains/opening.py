@@ -17,7 +17,7 @@ from distckpt.domains.parts import Parts
 from distckpt.domains.probe import Probe
 from distckpt.domains.standing import decide, partial
 from distckpt.errors import ConfigError, DistckptError, from_wire, to_wire
-from distckpt.layout import ATTEMPT, Naming
+from distckpt.layout import Naming
 from distckpt.owned import Claimed, claim, highest_seq
 from distckpt.removal import remove_tree
 from distckpt.retention import Policy
@@ -102,10 +102,7 @@ class LocalStart(Start):
 
     def _holds(self, claimed: Claimed) -> Report:
         files, layout, generation = self._files, self._layout, claimed.ownership.generation
-        for item in files.scan(layout.staging(generation)):
-            if item.kind == "dir" and ATTEMPT.fullmatch(item.name):
-                files.fsync_dir(layout.staging(generation, item.name))  # an exchange may be seen and not be durable (S2)
-        files.fsync_dir(layout.root)  # what is said to be published here, others roll forward by (S8)
+        # What is seen as published here need not be durable yet: the domains that roll forward by it become the proof (S8).
         record = catalog.read_record(files, layout)
         heads = known_heads(files, layout)
         known = record.naming if record is not None else infer_naming(files, layout)

@@ -321,6 +321,52 @@ def test_a_domain_that_cannot_commit_ends_it_for_all_and_no_marker_stays(rank: i
     well(nodes.restart())
 
 
+def test_rank_0_that_fails_in_a_way_nobody_thought_of_strands_no_committer(monkeypatch: pytest.MonkeyPatch) -> None:
+    orig = commit.publish
+
+    def publish(one: owned.OwnedRoot, *more: Any, **options: Any) -> Any:
+        if one.runtime.identity().host == "host-0":
+            raise KeyError("a fault of ours")
+        return orig(one, *more, **options)
+
+    monkeypatch.setattr(commit, "publish", publish)
+    nodes = Nodes(2)
+    run = nodes.job(saves(1))
+    assert len(run.errors) == 2 and run.seconds < 6
+    monkeypatch.undo()
+    well(nodes.restart())
+
+
+def test_S7_a_dead_share_goes_to_trash_without_its_marker() -> None:
+    """It could not be taken back when the attempt was aborted; in trash it would pass for a checkpoint that once was."""
+    nodes, seen = Nodes(2), list[bool]()
+
+    def look(operation: Any) -> None:
+        paths = nodes.nodes[1].snapshot()
+        seen.append(any("/.distckpt/staging/" in path and path.endswith("/step-1/commit.json") for path in paths))
+
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises(SaveError):
+            manager.save(1, State(bytes_of(rank, 1)))
+        manager.save(2, State(bytes_of(rank, 2)))
+
+    run = nodes.job(program, file_faults={
+        0: [faults.fail(errno.EIO, op="rename", path=lambda path: path.endswith("/run/step-1"))],
+        1: [faults.fail(errno.EIO, op="unlink", path=lambda path: path.endswith("/step-1/commit.json")),
+            faults.call(look, op="rename", path=lambda path: "/trash/" in path)]})
+    assert run.errors == {} and seen == [False]
+
+
+def test_S12_a_node_whose_sync_failed_rotates_nothing_until_its_restart() -> None:
+    nodes = Nodes(2, keep=2)
+    well(nodes.job(saves(1, 2)))
+    fault = faults.fail(errno.EIO, op=("fsync", "fsync_file"), path=lambda path: path.endswith("/run/step-2/commit.json"))
+    run = nodes.job(saves(3, 4), file_faults={1: [fault]})
+    assert run.errors == {}
+    assert standing(nodes) == [["step-3", "step-4"], ["step-1", "step-2", "step-3", "step-4"]]
+    well(nodes.restart())
+
+
 def test_a_node_that_owes_its_share_is_unknown_rotates_nothing_and_is_settled_at_the_next_start() -> None:
     nodes = Nodes(2, keep=1)
 
