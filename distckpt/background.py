@@ -24,6 +24,7 @@ from distckpt.saving.finaliser import Finaliser
 from distckpt.saving.handle import SaveHandle
 from distckpt.saving.saver import Saved
 from distckpt.steps import NOTHING, Schedule, Todo
+from distckpt.timing import Timing
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Background:
 
     def __init__(self, group: Group, source: ClientSource, runtime: Runtime, execute: Callable[[Job], None],
                  schedules: Callable[[str], Schedule], signals: StopSignals, tolerated: int, in_flight: str,
-                 timed: Callable[[], Act | None] | None, orphaned: Callable[[], None], flush: float) -> None:
+                 timing: Timing | None, orphaned: Callable[[], None], flush: float) -> None:
         self._group, self._source, self._runtime = group, source, runtime
         self._execute_job, self._orphaned_manager, self._flush = execute, orphaned, flush
         self._schedules, self.schedule, self.signals = schedules, schedules(MAIN), signals
@@ -66,8 +67,11 @@ class Background:
         group.listener.on_lost = self.gate.lose
         self._gatekeeper: Gatekeeper | None = None
         if group.rank == 0:
-            self._gatekeeper = Gatekeeper(source, group.rounds.caller, group.world, runtime, self._has_ended)
-        self._messenger = _Messenger(source, runtime, timed, self._gatekeeper)
+            heard = timing.heard if timing is not None else lambda act: None
+            self._gatekeeper = Gatekeeper(source, group.rounds.caller, group.world, runtime, self._has_ended, heard)
+        if timing is not None:
+            timing.polls = lambda: self.gate.place[0]
+        self._messenger = _Messenger(source, runtime, timing, self._gatekeeper)
         self._posted_stop = False
         self._finaliser = self._new_finaliser()
 
@@ -106,7 +110,8 @@ class Background:
     def _attend(self, step: int) -> Todo:
         if self.signals.raised and not self._posted_stop:
             self._posted_stop = True
-            self._messenger.tell(Act("stop", f"{self.signals.raised} on rank {self._group.rank}"))
+            waited = round(self._runtime.monotonic() - self.signals.at, 3) if self.signals.at else 0.0
+            self._messenger.tell(Act("stop", f"{self.signals.raised} on rank {self._group.rank}", {"waited": waited}))
         acts = self.gate.due() if self.gate.flag else []
         failed = [act for act in acts if act.failure]
         rest = [act for act in acts if not act.failure]
@@ -316,9 +321,8 @@ class _Messenger:
     only thread, and where the resolver is slow (5 s until it gives up) every rank would stand at its gate meanwhile.
     """
 
-    def __init__(self, source: ClientSource, runtime: Runtime, timed: Callable[[], Act | None] | None,
-                 gatekeeper: Gatekeeper | None) -> None:
-        self._source, self._runtime, self._timed, self._gatekeeper = source, runtime, timed, gatekeeper
+    def __init__(self, source: ClientSource, runtime: Runtime, timing: Timing | None, gatekeeper: Gatekeeper | None) -> None:
+        self._source, self._runtime, self._timing, self._gatekeeper = source, runtime, timing, gatekeeper
         self._lock = runtime.lock()
         self._wake = runtime.event()
         self._queue: list[Act] = []
@@ -354,10 +358,10 @@ class _Messenger:
             log.debug("news does not reach rank 0 any more: %s", error)
 
     def _by_the_clock(self) -> list[Act]:
-        if self._timed is None or self._gatekeeper is None or self._stopping:
+        if self._timing is None or self._gatekeeper is None or self._stopping:
             return []
         try:
-            timed = self._timed()
+            timed = self._timing.due()
         except Exception:  # a disk that cannot be read must not take the way for failures with it
             log.exception("cannot tell what is due by the clock")
             return []

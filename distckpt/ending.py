@@ -31,6 +31,8 @@ class Ending:
         """What ``close`` does. Collective."""
         background = self._background
         try:
+            if self._owned is not None:
+                self._owned.pace.closing = self._owned.runtime.monotonic()
             self._behind.staged()
             background.last_boundary()
             if not background.wait(self._limit):

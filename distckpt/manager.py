@@ -119,7 +119,7 @@ class CheckpointManager:
                               check_staging, writer)
         self._background = Background(
             self._group, found.source, self._seams.runtime, self._behind.finish, lambda series: self._series[series].schedule,
-            signals, tolerate, in_flight, timing.due if self._owned is not None else None, lambda: self._ending.leave(),
+            signals, tolerate, in_flight, timing if self._owned is not None else None, lambda: self._ending.leave(),
             self._timeouts.close)
         self._behind.attach(self._background)
         self._ending = Ending(self._group, self._background, self._behind, self._hooks, self._owned or self._start.share,

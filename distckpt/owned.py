@@ -24,6 +24,7 @@ from distckpt.leases import Watch
 from distckpt.marker import Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
 from distckpt.ownership import Ownership
+from distckpt.pace import Pace
 from distckpt.retention import Policy
 from distckpt.rootdir import agree_naming, await_newest, infer_naming, make_root, settle_record, sync_root
 from distckpt.runtime import Runtime
@@ -63,7 +64,7 @@ class OwnedRoot:
         self.in_doubt: dict[str, str] = {}
         self.apart: set[str] = set()
         self.live: set[str] = set()
-        self.durations: list[float] | None = None
+        self.pace = Pace()
         self.status = Status(files, layout, ownership.generation, runtime)
         self.no_rotation: str | None = None
         self.highest_seq = 0
@@ -112,7 +113,7 @@ class OwnedRoot:
             return
         _open.pop(_key(self.files, self.layout, self.runtime), None)
         self.janitor.stop(timeout)
-        self.journal.event("released", generation=self.generation)
+        self.journal.event("released", generation=self.generation, **self.pace.close(self.runtime.monotonic()))
         self.ownership.release()
 
     # -- what stands there ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Ranks that read clocks of their own cross a limit at different steps and deadloc
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from distckpt import journal, requests
 from distckpt.coordination.gate import Act
@@ -22,7 +23,7 @@ _MARGIN = 60.0
 
 
 class Timing:
-    """``due`` is asked once a second on rank 0 and says what is news, once each."""
+    """``due`` is asked once a second on rank 0 and says what is news, once each. ``polls`` gives how often this rank polled."""
 
     def __init__(self, minutes: float | None, grace: float | None) -> None:
         for name, value in (("save_every_minutes", minutes), ("grace", grace)):
@@ -34,6 +35,9 @@ class Timing:
         self._next_save = self._next_look = 0.0
         self._end: float | None = None
         self._warned = False
+        self.polls: Callable[[], int] = lambda: 0
+        self._polled = (0, 0.0, 0.0)
+        self._begun: float | None = None
 
     def watch(self, owned: OwnedRoot) -> None:
         self._owned = owned
@@ -52,9 +56,11 @@ class Timing:
         owned = self._owned
         assert owned is not None
         now = owned.runtime.monotonic()
+        self._watch_steps(owned, now)
         if self._end is not None and self._ends_soon():
             self._end = end_as_told()  # an operator may have given the job more time
             if self._end is None or self._ends_soon():
+                self._explain_stop(owned, now)
                 self._end = None
                 return Act("stop", "the allocation ends soon")
         if self._interval is not None and now >= self._next_save:
@@ -65,6 +71,27 @@ class Timing:
             self._compare_with_grace()
             return self._request(owned)
         return None
+
+    def heard(self, act: Act) -> None:
+        """Rank 0 is told of ``act``, which its rank may have waited for a ``poll`` to tell."""
+        owned, waited = self._owned, act.data.get("waited", 0.0)
+        if act.kind == "stop" and owned is not None:
+            owned.pace.stopped = owned.runtime.monotonic() - (waited if isinstance(waited, float) else 0.0)
+
+    def _watch_steps(self, owned: OwnedRoot, now: float) -> None:
+        """How long steps take, from how far ``poll`` has come since the last look: exact enough, and it costs no step anything.
+
+        The first ones compile, and fill caches: they are left out.
+        """
+        pace, polls = owned.pace, self.polls()
+        before, since, blocked = self._polled
+        if polls <= before:
+            return
+        self._polled = (polls, now, pace.blocked)
+        if self._begun is None:
+            self._begun, pace.setup = now, owned.runtime.age()
+        elif since > self._begun:
+            pace.step(max(now - since - (pace.blocked - blocked), 0.0) / (polls - before))
 
     def _ask_for_the_end(self) -> None:
         self._end = end_as_told()
@@ -86,27 +113,36 @@ class Timing:
         why = ", ".join(dict.fromkeys(reason for reason in reasons if reason))
         return Act("save", "requested by an operator" + (f": {why}" if why else ""))
 
-    def _margin(self) -> float:
+    # -- what a stop takes -----------------------------------------------------------------------------------------
+
+    def _stop_seconds(self) -> float | None:
         assert self._owned is not None
-        return max(_MARGIN, 1.5 * (p95(self._owned) or 0.0))
+        pace = self._owned.pace
+        if not pace.recalled:
+            pace.recall(journal.read(self._owned.files, self._owned.layout))
+        return pace.stop_seconds()
+
+    def _margin(self) -> float:
+        return max(_MARGIN, 1.5 * (self._stop_seconds() or 0.0))
+
+    def _explain_stop(self, owned: OwnedRoot, now: float) -> None:
+        """How early the run is stopped, and why; a warning where an allocation is spent on beginning and ending."""
+        margin, pace = self._margin(), owned.pace
+        known = f", {pace.explain()}" if self._stop_seconds() is not None else ""
+        log.info("the allocation ends %s, and %.0f s are kept for the stop: the least is %.0f s%s",
+                 "soon" if self._end is None else f"in {self._end - owned.runtime.time():.0f} s", margin, _MARGIN, known)
+        setup = pace.setup if pace.setup is not None else owned.runtime.age()
+        trained = now - self._begun if self._begun is not None else 0.0
+        if trained < setup + margin:
+            log.warning("this run is stopped after %.0f s of training: its set-up took %.0f s, and %.0f s are kept for the stop; "
+                        "every restart costs that again, so ask for a longer allocation", trained, setup, margin)
 
     def _compare_with_grace(self) -> None:
-        """Say so, once, when saves take longer than the launcher waits before it kills."""
+        """Say so, once and as soon as it is known, when a stop takes longer than the launcher waits before it kills."""
         if self._grace is None or self._warned or self._owned is None:
             return
-        usual = p95(self._owned)
-        if usual is not None and usual > self._grace:
+        takes = self._stop_seconds()
+        if takes is not None and takes > self._grace:
             self._warned = True
-            log.warning("saves take %.0f s (95th percentile), and this job is killed %.0f s after a stop signal: a save begun "
-                        "then will not be finished. Raise the launcher's grace, or signal earlier", usual, self._grace)
-
-
-def p95(owned: OwnedRoot) -> float | None:
-    """95th percentile of the seconds that saves of this root took; None when none is recorded."""
-    if owned.durations is None:
-        owned.durations = [float(e["seconds"]) for e in journal.read(owned.files, owned.layout)
-                           if e.get("event") == "committed" and isinstance(e.get("seconds"), (int, float))][-200:]
-    if not owned.durations:
-        return None
-    ordered = sorted(owned.durations)
-    return ordered[min(int(len(ordered) * 0.95), len(ordered) - 1)]
+            log.warning("this job is killed %.0f s after a stop signal, and %s: the save of a stop may not be finished. Raise "
+                        "the launcher's grace, signal earlier, or poll more often", self._grace, self._owned.pace.explain())

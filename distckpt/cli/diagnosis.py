@@ -40,7 +40,8 @@ class Line:
 
 @dataclass
 class Story:
-    """What is known of the run whose root this is. ``bytes``: of its newest checkpoint; ``seconds``: of its slow saves."""
+    """What is known of the run whose root this is. ``bytes``: of its newest checkpoint; ``seconds``: what a stop takes,
+    as ``takes`` explains."""
 
     owner: str = ""
     owner_lives: bool | None = False
@@ -48,6 +49,7 @@ class Story:
     unclear: list[str] = field(default_factory=list)
     bytes: int | None = None
     seconds: float | None = None
+    takes: str = ""
     problem: str = ""
 
 
@@ -311,9 +313,9 @@ def _grace(seen: Seen) -> list[Line]:
     text = found.name + (f": SIGKILL comes {found.grace:g} s after a stop signal" if found.grace is not None else
                          ": how long after a stop signal SIGKILL comes is not known here")
     if expected is not None:
-        text += f"; a save takes about {expected:.0f} s"
+        text += f"; {story.takes or f'a save takes about {expected:.0f} s'}"
     if found.grace is not None and expected is not None and expected > found.grace:
-        return [Line("grace", WARNING, text + ": one begun at the signal would not be finished", found.longer)]
+        return [Line("grace", WARNING, text + ": a save begun at the signal would not be finished", found.longer)]
     return [Line("grace", OK, text, "" if found.grace is not None else found.longer)]
 
 

@@ -28,6 +28,7 @@ from distckpt.launch import detect
 from distckpt.layout import HOME, Layout
 from distckpt.options import Timeouts
 from distckpt.ordered import write_new
+from distckpt.pace import Pace
 from distckpt.reader import Root
 from distckpt.removal import remove_tree
 from distckpt.runtime import SYSTEM, Runtime
@@ -262,9 +263,9 @@ def _story(files: Files, runtime: Runtime, layout: Layout) -> Story:
             told.owner = f"pid {owner.pid} on {owner.host}" + (f", job {owner.job}" if owner.job else "")
         entries = [entry for entry in root.entries() if entry.committed]
         told.bytes = _size(root, entries[0]) if entries else None
-        seconds = sorted(float(e["seconds"]) for e in journal.read(files, layout)
-                         if e.get("event") == "committed" and isinstance(e.get("seconds"), (int, float)))[-200:]
-        told.seconds = seconds[int(len(seconds) * 0.95)] if seconds else None
+        pace = Pace()
+        pace.recall(journal.read(files, layout))
+        told.seconds, told.takes = pace.stop_seconds(), pace.explain()
         _remains(root, told)
     except (DistckptError, OSError) as error:
         told.problem = f"what stands there cannot be read: {error}"

@@ -146,12 +146,14 @@ def post(client: Client, act: Act) -> None:
 class Gatekeeper:
     """Rank 0's thread: takes news in order, one freeze at a time, until told to end.
 
-    ``gone`` tells of a rank whether its process is known to have ended: it is not asked, and the others hear of it.
+    ``gone`` tells of a rank whether its process is known to have ended: it is not asked, and the others hear of it. ``heard``
+    is told of each act before the ranks agree on it.
     """
 
     def __init__(self, source: ClientSource, caller: Caller, world: int, runtime: Runtime,
-                 gone: Callable[[int], bool] = lambda rank: False) -> None:
+                 gone: Callable[[int], bool] = lambda rank: False, heard: Callable[[Act], None] = lambda act: None) -> None:
         self._source, self._caller, self._world, self._runtime, self._gone = source, caller, world, runtime, gone
+        self._heard = heard
         self._freezes = 0
         self._failed: set[int] = set()
         self._stopping = False
@@ -190,6 +192,7 @@ class Gatekeeper:
                 try:
                     act = Act.from_json(value)
                     if not self._known(act):
+                        self._heard(act)
                         self._agree(client, act)
                 except CoordinatorLost:
                     raise

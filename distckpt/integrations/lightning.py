@@ -90,6 +90,7 @@ class Checkpointing(Checkpoint):
         self._members: dict[str, Any] = {**(members or {}), **({"rng": Rng()} if rng else {})}
         self._resume: dict[str, Any] = {"step": step, "verify": verify, "strict": strict, "allow_fresh": allow_fresh}
         self._manager: CheckpointManager | None = None
+        self._left: CheckpointManager | None = None
         self._decided = _Decided()
         self._loaded: Lightning | None = None
         self._handlers: dict[int, Any] = {}
@@ -106,10 +107,11 @@ class Checkpointing(Checkpoint):
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager, while ``fit`` runs."""
-        if self._manager is None:
-            raise ConfigError("Checkpointing has its manager inside trainer.fit only")
-        return self._manager
+        """The manager, from the beginning of ``fit``; closed after it, for ``distckpt.launch.finish``."""
+        found = self._manager or self._left
+        if found is None:
+            raise ConfigError("Checkpointing has its manager from the beginning of trainer.fit, in the process where that runs")
+        return found
 
     # -- the beginning and the end of fit ------------------------------------------------------------------------
 
@@ -166,8 +168,8 @@ class Checkpointing(Checkpoint):
             handler = signal.getsignal(number)
             if before is not None and handler is not before and type(handler).__module__.startswith("lightning."):
                 signal.signal(number, before)
-                log.info("%s: Lightning's own handler is out; what it would requeue under SLURM is the job script's to requeue",
-                         signal.Signals(number).name)
+                log.info("%s: Lightning's own handler is out; what it would requeue under SLURM, "
+                         "sys.exit(distckpt.launch.finish(checkpointing.manager)) after fit does", signal.Signals(number).name)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._manager is not None and not self.stopped and self._saved != trainer.global_step:
@@ -190,6 +192,7 @@ class Checkpointing(Checkpoint):
             trainer.limit_val_batches, self._skipped_validation = self._skipped_validation, None
         self._decided.path = None
         manager, self._manager = self._manager, None
+        self._left = manager or self._left
         return manager if self._given is None else None
 
     # -- the steps -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -32,7 +33,8 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class StopSignals:
-    """``raised`` is the name of a stop signal that arrived, or empty. ``install`` once, ``restore`` at the end.
+    """``raised`` is the name of a stop signal that arrived, or empty, ``at`` the monotonic time when it did. ``install`` once,
+    ``restore`` at the end.
 
     ``untouched``: not installed, or not any more; what ``poll`` looks at before it goes on without a check.
     """
@@ -42,6 +44,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
         self.raised = ""
+        self.at = 0.0
         self.untouched = True
 
     @property
@@ -70,6 +73,7 @@ class StopSignals:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
         elif not self.raised:
+            self.at = time.monotonic()
             self.raised = signal.Signals(number).name
         if callable(before):
             before(number, frame)

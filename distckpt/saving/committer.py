@@ -240,15 +240,14 @@ class Committer:
         seconds = owned.runtime.monotonic() - self._began
         blocked, behind = (seconds, 0.0) if request.blocked is None else (request.blocked, seconds)
         owned.status.note(go.attempt, "committed", name=go.name)
-        if owned.durations is not None:
-            owned.durations = [*owned.durations[-199:], seconds]
+        measured = owned.pace.commit(seconds, blocked, behind, owned.runtime.monotonic())
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
-                            seq=go.seq, bytes=size, files=count, seconds=round(seconds, 3),
-                            blocked=round(blocked, 3), background=round(behind, 3), slowest_rank=slowest[0],
-                            slowest_seconds=round(slowest[1], 3))
+                            seq=go.seq, bytes=size, files=count, slowest_rank=slowest[0],
+                            slowest_seconds=round(slowest[1], 3), **measured)
+        stop = f"; {measured['since_stop']:.2f} s after the word to stop" if "since_stop" in measured else ""
         log.info("committed %s: step %d, %d ranks, %d files, %s; training was blocked for %.2f s, %.2f s went in the background, "
-                 "rank %d was the slowest with %.2f s", go.name, request.step, self.group.world, count,
-                 human.size(size), blocked, behind, *slowest)
+                 "rank %d was the slowest with %.2f s%s", go.name, request.step, self.group.world, count,
+                 human.size(size), blocked, behind, *slowest, stop)
         return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq, "bytes": size,
                               "files": count, "slowest": list(slowest)}}
 

@@ -165,6 +165,9 @@ class VirtualRuntime:
     def identity(self) -> Identity:
         return self.me
 
+    def age(self) -> float:
+        return self.monotonic()
+
     def alive(self, other: Identity) -> bool | None:
         """From ``answers``; else as a kernel tells: None across boots and pid namespaces, who lives within them."""
         if other in self.answers:

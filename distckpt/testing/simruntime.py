@@ -147,6 +147,9 @@ class SimRuntime:
     def identity(self) -> Identity:
         return self.me
 
+    def age(self) -> float:
+        return self._scheduler.now
+
     def alive(self, other: Identity) -> bool | None:
         return other in self.living if (other.boot, other.pidns) == (self.me.boot, self.me.pidns) else None
 

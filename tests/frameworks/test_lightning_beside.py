@@ -25,6 +25,7 @@ import distckpt
 from distckpt.durable import REAL
 from distckpt.errors import ConfigError
 from distckpt.integrations.lightning import Checkpointing, DurableCheckpointIO
+from distckpt.launch import finish
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
 from distckpt.testing.forks import alone
 from tests.fakegpu import FakeGpu
@@ -83,6 +84,8 @@ def _requeued(rank: int, world: int, root: str, folder: str, number: int, restar
                          default_root_dir=folder)
     torch.manual_seed(100 + rank)
     trainer.fit(Net(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
+    code = finish(checkpointing.manager, "exit")
+    assert code == (75 if checkpointing.stopped else 0)
     return started.step, trainer.global_step, checkpointing.stopped, digest(state_of(trainer))
 
 

@@ -1,7 +1,8 @@
 """A job of srun's ranks without torch.distributed: ``steps.py FOLDER TOTAL``; each step is saved, under ``manager.saving``.
 
 In the first run of a job every rank is held, until the file ``go`` is there, in the middle of step HELD, or of the save after it
-(HOLD=save). A task of a job array has a folder of its own.
+(HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a file
+to wait for before the manager is made. A task of a job array has a folder of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import distckpt
+from distckpt.durable import REAL, Files
 from distckpt.launch.environment import STORE
+from distckpt.options import Seams
+from distckpt.testing.faults import FaultyFiles, Operation, call
 
 HELD = 2
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
 
 
 def main(folder: Path, total: int) -> int:
@@ -27,11 +37,36 @@ def main(folder: Path, total: int) -> int:
     def held(where: str) -> None:
         if launch.restart == 0 and os.environ.get("HOLD", "step") == where:
             (folder / f"at.{launch.rank}").touch()
-            while not (folder / "go").exists():
-                time.sleep(0.05)
+            wait_for(folder / "go")
 
+    def disk() -> Files:
+        """Real, but that this rank may be held before an operation of the commit."""
+        hold, name = os.environ.get("HOLD", ""), f"step-{HELD + 1}"
+        if hold not in ("marker", "publish") or os.environ.get("HOLD_RANK") != str(launch.rank):
+            return REAL
+
+        def stop(operation: Operation) -> None:
+            held(hold)
+
+        if hold == "publish":
+            return FaultyFiles(REAL, call(stop, op=("rename", "exchange"), path=lambda path: path == f"{root}/{name}"))
+        return FaultyFiles(REAL, call(stop, op="open", path=lambda path: f"/{name}/commit.json" in path))
+
+    if "START" in os.environ:
+        (folder / f"ready.{launch.rank}").touch()
+        wait_for(Path(os.environ["START"]))
+    (folder / f"pid.{launch.restart}.{launch.rank}").write_text(str(os.getpid()))
+    try:
+        return train(launch, folder, root, total, held, disk())
+    except distckpt.DistckptError as error:
+        (folder / f"error-{launch.restart}.rank-{launch.rank}").write_text(str(error))
+        raise
+
+
+def train(launch: distckpt.launch.Launch, folder: Path, root: Path, total: int, held: Callable[[str], None], files: Files) -> int:
     timeouts = distckpt.Timeouts(arrive=30, progress=8, visible=10, close=20)
-    with distckpt.CheckpointManager(root, keep_last=3, timeouts=timeouts) as manager:
+    with distckpt.CheckpointManager(root, keep_last=3, timeouts=timeouts, storage=os.environ.get("STORAGE", "shared"),
+                                    seams=Seams(files=files)) as manager:
         found = manager.resume().checkpoint
         started = step = found.step if found is not None else 0
         while step < total:

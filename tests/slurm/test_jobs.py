@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from distckpt.launch.nodelist import expand
-from tests.slurm.conftest import REPOSITORY, SCRIPT, Cluster, Job
+from tests.slurm.conftest import REPOSITORY, Cluster, Job
 from tests.slurm.steps import HELD
 
 TOTAL = 4
@@ -30,30 +26,6 @@ def over(job: Job, state: str = "COMPLETED") -> None:
 def report(folder: Path, run: int, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"run-{run}.rank-{rank}.json").read_text())
     return found
-
-
-@pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[None]:
-    """Both nodes, again, whatever the test did to one."""
-    yield
-    subprocess.run([SCRIPT, "up", "2"], check=True, capture_output=True, timeout=120)
-
-
-def test_two_jobs_on_one_root_and_the_second_is_told_whose_it_is(cluster: Cluster, tmp_path: Path) -> None:
-    """On two nodes: neither can see whether the other's process lives, so the owner's beat decides (S6)."""
-    first = submit(cluster, tmp_path, "--nodes=1", "--nodelist=n1")
-    first.until("every rank in the middle of a step", first.files("at", 2))
-    other = tmp_path / "other"
-    other.mkdir()
-    second = submit(cluster, other, "--nodes=1", "--nodelist=n2", RETRIES="0", ROOT=f"{tmp_path}/root")
-    over(second, "FAILED")
-    assert second.output().count("is in use: its live writer is pid") >= 2, "on each of its ranks"
-    assert f"on n1, job slurm:{first.number}, since" in second.output()
-    (tmp_path / "go").touch()
-    over(first)
-    third = submit(cluster, other, "--nodes=1", "--nodelist=n2", total=TOTAL + 1, ROOT=f"{tmp_path}/root")
-    over(third)
-    assert (report(other, 0)["started"], report(other, 0)["ended"], report(other, 0)["kind"]) == (TOTAL, TOTAL + 1, "slurm")
 
 
 def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -89,20 +61,6 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
     again = [report(tmp_path, 1, rank) for rank in range(4)]
     assert [(r["started"], r["ended"]) for r in again] == [(HELD, TOTAL)] * 4
     assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
-
-
-def test_a_node_lost_in_a_save_is_named_and_the_job_goes_on_when_it_is_back(cluster: Cluster, nodes: None,
-                                                                            tmp_path: Path) -> None:
-    """The job script starts it again when srun has waited GRACE for the lost node's ranks, or SLURM when it misses the node."""
-    job = submit(cluster, tmp_path, "--ntasks-per-node=1", HOLD="save", GRACE="10")
-    job.until("every rank in the middle of a save", job.files("at", 2))
-    subprocess.run([SCRIPT, "kill", "n2"], check=True, timeout=60)
-    (tmp_path / "go").touch()
-    job.until("the error", lambda: "RankTimeout" in job.output() or "RankLost" in job.output(), 60)
-    assert "from rank 1 on n2 (pid" in job.output() and "phase 'write'" in job.output()
-    subprocess.run([SCRIPT, "start", "n2"], check=True, timeout=60)
-    over(job)
-    assert report(tmp_path, int(job.field("Restarts")))["started"] == HELD
 
 
 def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_the_grace_of_the_launcher_against_the_length_of_a_save(monkeypatch: pyt
     assert launcher({"SLURM_JOB_ID": "12"}).grace is not None and "12" in launcher({"SLURM_JOB_ID": "12"}).name
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in line(seen(story=Story(seconds=95.0)), "grace", WARNING).fix
+    told = line(seen(story=Story(seconds=95.0, takes="a stop takes up to 95.0 s")), "grace", WARNING)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in told.fix and "; a stop takes up to 95.0 s: a save begun" in told.seen
     assert "95 s" in line(seen(story=Story(bytes=95 * 10 ** 9)), "grace", WARNING).seen, "by the speed of the small save"
     assert line(seen(story=Story(seconds=3.0)), "grace", OK)
 

@@ -1,0 +1,172 @@
+"""DESIGN's schedules S1, S5, S6 and S10 with real nodes: killed, stopped, taken over, with a disk for all or one for each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import SCRIPT, Cluster
+from tests.slurm.steps import HELD
+from tests.slurm.test_jobs import TOTAL, over, report, submit
+
+RUN = Path("/run/distckpt-slurm")
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[None]:
+    """Both nodes, again, whatever the test did to one."""
+    yield
+    for pid in RUN.glob("n*/slurmd.pid"):
+        subprocess.run([SCRIPT, "exec", pid.parent.name, "kill", "-CONT", pid.read_text().strip()], check=False, timeout=60)
+    subprocess.run([SCRIPT, "up", "2"], check=True, capture_output=True, timeout=120)
+
+
+def power(command: str, node: str, *more: str) -> None:
+    subprocess.run([SCRIPT, command, node, *more], check=True, timeout=60)
+
+
+def local() -> str:
+    """A root on each node's own disk, of no earlier test."""
+    return f"/node-local/{uuid.uuid4().hex[:8]}/root"
+
+
+def on(node: str, root: str) -> Path:
+    """``root`` on that node's disk, seen from outside."""
+    return RUN / node / "disk" / Path(root).relative_to("/node-local")
+
+
+def markers(root: Path) -> dict[str, dict[str, Any]]:
+    return {path.parent.name: json.loads(path.read_text()) for path in root.glob("step-*/commit.json")}
+
+
+def folder_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir()
+    return tmp_path / name
+
+
+def wait(what: str, seen: Callable[[], bool], limit: float = 60.0) -> None:
+    """For what happens after the job: AssertionError when it does not."""
+    end = time.monotonic() + limit
+    while not seen():
+        assert time.monotonic() < end, f"{what}: not seen within {limit:g} s"
+        time.sleep(0.1)
+
+
+def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_a_save_on_shared_storage(
+        cluster: Cluster, nodes: None, tmp_path: Path) -> None:
+    """Three jobs over both nodes, one power cut. What rank 0 published on its disk stands on both disks after the restart; what
+    it did not stands on none; nobody cleans up. Then another machine comes in the place of one."""
+    decided, undecided = local(), local()
+    one = {"RETRIES": "3", "GRACE": "10"}
+    shared = submit(cluster, folder_of(tmp_path, "shared"), "--ntasks-per-node=1", HOLD="save", **one)
+    after = submit(cluster, folder_of(tmp_path, "after"), "--ntasks-per-node=1", HOLD="publish", HOLD_RANK="1", ROOT=decided,
+                   STORAGE="node-local", **one)
+    before = submit(cluster, folder_of(tmp_path, "before"), "--ntasks-per-node=1", HOLD="marker", HOLD_RANK="1", ROOT=undecided,
+                    STORAGE="node-local", **one)
+    shared.until("every rank in the middle of a save", shared.files("at", 2))
+    for job in (after, before):
+        job.until("rank 1 at its gate", job.files("at", 1))
+    name = f"step-{HELD + 1}"
+    assert (name in markers(on("n1", decided)), name in markers(on("n2", decided))) == (True, False), "rank 0 has published"
+    power("kill", "n2")
+    for job in (shared, after, before):
+        (job.folder / "go").touch()
+    shared.until("the error", lambda: "RankTimeout" in shared.output() or "RankLost" in shared.output(), 60)
+    assert "from rank 1 on n2 (pid" in shared.output() and "phase 'write'" in shared.output()
+    for job in (after, before):
+        job.until("the error", lambda job=job: (job.folder / "error-0.rank-0").exists(), 60)  # type: ignore[misc]
+    assert "rank 0 had published, so the next start publishes its share as well" in (after.folder / "error-0.rank-0").read_text()
+    power("start", "n2")
+    for job in (shared, after, before):
+        over(job)
+    assert report(shared.folder, int(shared.field("Restarts")))["started"] == HELD
+    for job, root, expected, generation in ((after, decided, HELD + 1, 1), (before, undecided, HELD, 2)):
+        restarts = int(job.field("Restarts"))
+        assert [report(job.folder, restarts, rank)["started"] for rank in (0, 1)] == [expected] * 2
+        both = [markers(on(node, root)) for node in ("n1", "n2")]
+        assert set(both[0]) == set(both[1]) == {f"step-{TOTAL - n}" for n in range(3)}
+        for step in both[0]:
+            heads = [found[step] for found in both]
+            assert heads[0]["attempt"] == heads[1]["attempt"] and [h["part"] for h in heads] == [0, 1]
+        assert both[0][name]["generation"] == generation, "the first run's, or written anew"
+        assert [list(on(node, root).glob(".distckpt/staging/*/*/step-*")) for node in ("n1", "n2")] == [[], []]
+
+    power("kill", "n2")
+    power("start", "n2", "--empty")
+    replaced = submit(cluster, folder_of(tmp_path, "replaced"), "--ntasks-per-node=1", ROOT=decided, STORAGE="node-local",
+                      RETRIES="0", total=TOTAL + 1)
+    over(replaced, "FAILED")
+    for rank in (0, 1):
+        error = (replaced.folder / f"error-0.rank-{rank}").read_text()
+        assert f"n2 holds no checkpoint of this run, and n1 has 3, the newest of step {TOTAL}: a node that was replaced" in error
+
+
+def test_s5_a_zombie_that_wakes_after_the_takeover_publishes_nothing(cluster: Cluster, nodes: None, tmp_path: Path) -> None:
+    """The node does not answer any more (its slurmd is stopped), so SLURM starts the job on the other one; the ranks of the first
+    run were stopped right before the publishing rename, and go on when the second run is through."""
+    job = submit(cluster, tmp_path, "--nodes=1", HOLD="publish", HOLD_RANK="0")
+    job.until("rank 0 before its publish", job.files("at", 1))
+    node = job.field("NodeList")
+    pids = [(tmp_path / f"pid.0.{rank}").read_text() for rank in (0, 1)]
+    power("exec", node, "kill", "-STOP", (RUN / node / "slurmd.pid").read_text().strip(), *pids)
+    job.until("started on the other node", lambda: job.field("Restarts") == "1")
+    over(job)
+    assert job.field("NodeList") != node and report(tmp_path, 1)["started"] == HELD
+    before = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file() and path.suffix != ".beat"}
+    assert not list(tmp_path.glob("error-0.*"))
+    (tmp_path / "go").touch()
+    power("exec", node, "kill", "-CONT", *pids)
+    wait("the zombie's end", lambda: len(list(tmp_path.glob("error-0.*"))) == 2)
+    error = (tmp_path / "error-0.rank-0").read_text()
+    assert f"save of step {HELD + 1}" in error
+    after = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file() and path.suffix != ".beat"}
+    journal = tmp_path / "root/.distckpt/journal/1.jsonl"
+    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} <= {journal}
+    assert [e["step"] for e in map(json.loads, journal.read_text().splitlines()) if e["event"] == "committed"] == [1, HELD]
+    assert markers(tmp_path / "root")[f"step-{HELD + 1}"]["generation"] == 2
+
+
+def test_s6_two_jobs_at_once_on_one_root_and_the_one_that_loses_is_told_whose_it_is(cluster: Cluster, tmp_path: Path) -> None:
+    """On two nodes: neither can see whether the other's process lives, so the owner's beat decides."""
+    jobs = [submit(cluster, folder_of(tmp_path, node), "--nodes=1", f"--nodelist={node}", RETRIES="0", ROOT=f"{tmp_path}/root",
+                   START=f"{tmp_path}/start") for node in ("n1", "n2")]
+    for job in jobs:
+        job.until("every rank before the manager", job.files("ready", 2))
+    (tmp_path / "start").touch()
+    wait("one of them fails", lambda: "FAILED" in [job.field("JobState") for job in jobs])
+    loser = next(job for job in jobs if job.field("JobState") == "FAILED")
+    winner = next(job for job in jobs if job is not loser)
+    winner.until("every rank in the middle of a step", winner.files("at", 2))
+    for rank in (0, 1):
+        error = (loser.folder / f"error-0.rank-{rank}").read_text()
+        assert "is in use: its live writer is pid" in error
+        assert f"on {winner.field('NodeList')}, job slurm:{winner.number}, since" in error
+    (winner.folder / "go").touch()
+    over(winner)
+    third = submit(cluster, loser.folder, "--nodes=1", f"--nodelist={loser.field('NodeList')}", total=TOTAL + 1,
+                   ROOT=f"{tmp_path}/root")
+    over(third)
+    assert (report(third.folder, 0)["started"], report(third.folder, 0)["ended"]) == (TOTAL, TOTAL + 1)
+    assert report(third.folder, 0)["kind"] == "slurm"
+
+
+def test_s10_which_nodes_see_which_storage_and_a_shared_root_is_one_domain(cluster: Cluster, tmp_path: Path) -> None:
+    apart = submit(cluster, folder_of(tmp_path, "apart"), ROOT=local(), RETRIES="0")
+    joined = submit(cluster, folder_of(tmp_path, "joined"), ROOT=f"{tmp_path}/root", STORAGE="node-local")
+    (joined.folder / "go").touch()
+    over(apart, "FAILED")
+    for rank in range(4):
+        error = (apart.folder / f"error-0.rank-{rank}").read_text()
+        assert "Fine on: n1 (ranks 0-1, on /node-local); on another storage: n2 (ranks 2-3, on /node-local)." in error
+        assert "pass storage='node-local'" in error
+    over(joined)
+    found = markers(tmp_path / "root")
+    assert set(found) == {f"step-{TOTAL - n}" for n in range(3)} and all(marker.get("of", 1) == 1 for marker in found.values())
+    assert len(list((tmp_path / "root" / f"step-{TOTAL}").glob("state.rank-*"))) == 4
