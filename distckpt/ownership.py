@@ -206,6 +206,14 @@ class Ownership:
         if refusal is not None:
             raise refusal from error
 
+    def lost_to(self) -> str:
+        """For people, after an error: who took the root over; empty when nobody did, or this disk does not tell."""
+        taken = _overtaken_for_sure(self._files, self._layout, self._runtime, self.generation)
+        if taken is None:
+            return ""
+        return (f"; this process lost the root to generation {taken.generation}: pid {taken.pid} on {taken.host}"
+                + (f", job {taken.job}" if taken.job else ""))
+
     def release(self) -> None:
         """Let the next writer in without a wait."""
         self._stop.set()

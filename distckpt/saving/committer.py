@@ -226,7 +226,10 @@ class Committer:
         assert outcome.error is not None
         if isinstance(outcome.error, DistckptError):
             return outcome.error
-        return save_error(self.request.step, go.attempt, {0: self._failure(outcome.error)}, self.group.world, outcome.state)
+        failure = self._failure(outcome.error)
+        if isinstance(outcome.error, OSError):  # a zombie meets the fence as a path that is gone (S5)
+            failure = replace(failure, message=failure.message + self.owned.ownership.lost_to())
+        return save_error(self.request.step, go.attempt, {0: failure}, self.group.world, outcome.state)
 
     def committed(self, go: Go, found: Marker, slowest: tuple[int, float], size: int | None = None,
                   count: int | None = None) -> Report:

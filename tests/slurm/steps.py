@@ -1,8 +1,8 @@
 """A job of srun's ranks without torch.distributed: ``steps.py FOLDER TOTAL``; each step is saved, under ``manager.saving``.
 
 In the first run of a job every rank is held, until the file ``go`` is there, in the middle of step HELD, or of the save after it
-(HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a file
-to wait for before the manager is made. A task of a job array has a folder of its own.
+(HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a
+file to wait for before the manager is made. A task of a job array has a folder of its own.
 """
 
 from __future__ import annotations

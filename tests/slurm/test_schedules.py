@@ -43,7 +43,13 @@ def on(node: str, root: str) -> Path:
 
 
 def markers(root: Path) -> dict[str, dict[str, Any]]:
-    return {path.parent.name: json.loads(path.read_text()) for path in root.glob("step-*/commit.json")}
+    return {path.parent.name: json.loads(path.read_text())["head"] for path in root.glob("step-*/commit.json")}
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """All files but the owners' beats."""
+    found = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".beat"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
 def folder_of(tmp_path: Path, name: str) -> Path:
@@ -108,29 +114,37 @@ def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_
         assert f"n2 holds no checkpoint of this run, and n1 has 3, the newest of step {TOTAL}: a node that was replaced" in error
 
 
-def test_s5_a_zombie_that_wakes_after_the_takeover_publishes_nothing(cluster: Cluster, nodes: None, tmp_path: Path) -> None:
-    """The node does not answer any more (its slurmd is stopped), so SLURM starts the job on the other one; the ranks of the first
-    run were stopped right before the publishing rename, and go on when the second run is through."""
-    job = submit(cluster, tmp_path, "--nodes=1", HOLD="publish", HOLD_RANK="0")
-    job.until("rank 0 before its publish", job.files("at", 1))
-    node = job.field("NodeList")
-    pids = [(tmp_path / f"pid.0.{rank}").read_text() for rank in (0, 1)]
+def test_s5_zombies_that_wake_after_the_takeover_publish_nothing(cluster: Cluster, nodes: None, tmp_path: Path) -> None:
+    """The node does not answer (its slurmd is stopped), so SLURM starts the jobs on the other one; the ranks of the first
+    runs were stopped right before the marker, or the publishing rename, and go on when the second runs are through. The marker
+    was durable in the latter, so the takeover itself published it."""
+    jobs = {hold: submit(cluster, folder_of(tmp_path, hold), "--nodes=1", HOLD=hold, HOLD_RANK="0")
+            for hold in ("marker", "publish")}
+    pids: list[str] = []
+    for job in jobs.values():
+        job.until("rank 0 at its gate", job.files("at", 1))
+        pids += [(job.folder / f"pid.0.{rank}").read_text() for rank in (0, 1)]
+    node, = {job.field("NodeList") for job in jobs.values()}
     power("exec", node, "kill", "-STOP", (RUN / node / "slurmd.pid").read_text().strip(), *pids)
-    job.until("started on the other node", lambda: job.field("Restarts") == "1")
-    over(job)
-    assert job.field("NodeList") != node and report(tmp_path, 1)["started"] == HELD
-    before = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file() and path.suffix != ".beat"}
-    assert not list(tmp_path.glob("error-0.*"))
-    (tmp_path / "go").touch()
+    for job in jobs.values():
+        job.until("started on the other node", lambda job=job: job.field("Restarts") == "1")  # type: ignore[misc]
+        over(job)
+    before = {hold: contents(job.folder / "root") for hold, job in jobs.items()}
+    for job in jobs.values():
+        assert not list(job.folder.glob("error-0.*"))
+        (job.folder / "go").touch()
     power("exec", node, "kill", "-CONT", *pids)
-    wait("the zombie's end", lambda: len(list(tmp_path.glob("error-0.*"))) == 2)
-    error = (tmp_path / "error-0.rank-0").read_text()
-    assert f"save of step {HELD + 1}" in error
-    after = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file() and path.suffix != ".beat"}
-    journal = tmp_path / "root/.distckpt/journal/1.jsonl"
-    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} <= {journal}
-    assert [e["step"] for e in map(json.loads, journal.read_text().splitlines()) if e["event"] == "committed"] == [1, HELD]
-    assert markers(tmp_path / "root")[f"step-{HELD + 1}"]["generation"] == 2
+    for hold, job in jobs.items():
+        wait("the zombies' end", lambda job=job: len(list(job.folder.glob("error-0.*"))) == 2)  # type: ignore[misc]
+        assert job.field("NodeList") != node
+        assert report(job.folder, 1)["started"] == (HELD if hold == "marker" else HELD + 1)
+        assert markers(job.folder / "root")[f"step-{HELD + 1}"]["generation"] == (2 if hold == "marker" else 1)
+        root = contents(job.folder / "root")
+        changed = {path for path in {*before[hold], *root} if before[hold].get(path) != root.get(path)}
+        assert changed <= {".distckpt/journal/1.jsonl", ".distckpt/owner/1.released"}, "what is the first generation's own"
+        error = (job.folder / "error-0.rank-0").read_text()
+        assert f"save of step {HELD + 1}" in error and "its outcome is unknown" in error
+        assert "this process lost the root to generation 2" in error and f"job slurm:{job.number}" in error
 
 
 def test_s6_two_jobs_at_once_on_one_root_and_the_one_that_loses_is_told_whose_it_is(cluster: Cluster, tmp_path: Path) -> None:

@@ -211,5 +211,7 @@ def test_S5_whoever_meets_the_fence_is_told_of_the_takeover(zombie: OwnedRoot, d
     with pytest.raises(RootInUse) as caught:
         zombie.ownership.explain(met)
     assert caught.value.__cause__ is met
+    assert zombie.ownership.lost_to().startswith("; this process lost the root to generation 2: pid ")
     heir = OwnedRoot.open(disk, LAYOUT, VirtualRuntime(clock, host="host-c", boot="boot-c"))
     heir.ownership.explain(met)  # nobody overtook this one: the error speaks for itself
+    assert heir.ownership.lost_to() == ""
