@@ -57,6 +57,7 @@ _OWN: dict[str, str] = {
     "owned.py": "order owned rotation commit",
     "rootdir.py": "owned",
     "saving/compare.py": "begin ranks/framework_files",
+    "saving/unclaimed.py": "ranks/framework_files",
     "domains/parts.py": "proof/domains ranks/domains",
     "domains/opening.py": "proof/domains domains ranks/domains",
     "domains/retire.py": "proof/domains ranks/domains",
@@ -118,7 +119,8 @@ DETECTORS = (
 
 
 _NEAR = ("own", "ranks", "gate", "l0", "schedules")
-_TALKS = ("saving/committer.py", "saving/transaction.py", "saving/saver.py", "saving/finaliser.py", "background.py")
+_TALKS = ("saving/committer.py", "saving/transaction.py", "saving/unclaimed.py", "saving/saver.py", "saving/finaliser.py",
+          "background.py")
 
 
 def in_turn(detectors: Sequence[Detector], file: str) -> list[Detector]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
-         "saving/saver.py", "saving/compare.py", "domains/parts.py", "domains/opening.py", "domains/retire.py", "durable.py",
+         "saving/saver.py", "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
+         "domains/retire.py", "durable.py",
          "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
          "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
 
