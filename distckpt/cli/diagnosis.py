@@ -61,6 +61,7 @@ class Seen:
     kind: str
     root: str
     visible: float
+    node_local: bool = False
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     tried: dict[int, dict[str, Any]] = field(default_factory=dict)
     clocks: dict[int, float] = field(default_factory=dict)
@@ -143,7 +144,7 @@ def _mount(seen: Seen) -> list[Line]:
         if not problems:
             lines.append(Line("file system", OK, where))
     kinds = seen.groups(lambda f: f["network"])
-    if len(set(seen.hosts.values())) > 1 and False in kinds:
+    if len(set(seen.hosts.values())) > 1 and False in kinds and not seen.node_local:
         lines.append(Line("file system", WARNING, f"it looks like a local disk on {seen.who(kinds[False])}, and the ranks are on "
                           "several hosts", "put the root on storage that every host mounts"))
     return lines
@@ -207,10 +208,14 @@ def _operations(seen: Seen) -> list[Line]:
 
 
 def _visibility(seen: Seen) -> list[Line]:
-    unseen = {rank: found["unseen"] for rank, found in seen.tried.items() if "unseen" in found}
+    apart = [rank for rank, found in seen.tried.items() if "apart" in found]
+    unseen = {rank: found["unseen"] for rank, found in seen.tried.items() if "unseen" in found and rank not in apart}
+    if seen.node_local and not unseen and len(set(seen.hosts.values())) > 1:
+        return [_disks(seen, apart)]
     back = {rank: waited for rank, waited in seen.back.items() if rank in seen.tried and rank not in unseen}
     lost = [rank for rank, waited in back.items() if waited is None]
-    fix = "put the root on storage that every host mounts at the same path; in containers mount it into each of them"
+    fix = ("put the root on storage that every host mounts at the same path, in containers into each of them; or, if every "
+           "node's own disk is what you want, pass storage='node-local', and --storage node-local here")
     lines = []
     if unseen:
         first = min(unseen)
@@ -228,6 +233,15 @@ def _visibility(seen: Seen) -> list[Line]:
     if late > seen.visible / 2:
         return [Line("visibility", WARNING, text, f"pass Timeouts(visible={int(4 * late)}), or shorten the mount's cache")]
     return [Line("visibility", OK, text)]
+
+
+def _disks(seen: Seen, apart: list[int]) -> Line:
+    """With node-local storage."""
+    if not apart:
+        return Line("disks", WARNING, "all ranks see one: storage='node-local' is then as storage='shared'",
+                    "leave it out, or choose a root on the nodes' own disks")
+    return Line("disks", OK, f"that of rank 0 is seen by {seen.who(set(seen.hosts) - set(apart))}; others are by "
+                f"{seen.who(apart)}. A checkpoint exists when every node has its share, and is gone with any node's disk")
 
 
 def _clocks(seen: Seen) -> list[Line]:

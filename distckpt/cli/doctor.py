@@ -95,7 +95,7 @@ class Doctor:
         self._args, self._group, self._out, self._files, self._runtime = args, group, out, files, runtime
         self._layout = Layout.at(args.root)
         self._probe: _Probe | None = None
-        self._seen = Seen(group.hosts, group.kind, self._layout.root, Timeouts().visible)
+        self._seen = Seen(group.hosts, group.kind, self._layout.root, Timeouts().visible, args.storage == "node-local")
 
     def run(self) -> int:
         """The exit code, the same on every rank. Collective."""
@@ -112,6 +112,8 @@ class Doctor:
         if told["probe"]:
             answer |= probe.attempt(self._files, self._runtime, told["probe"], told["nonce"], self._group.rank, self._args.wait,
                                     self._moving)
+            if "unseen" in answer and self._args.storage == "node-local":
+                answer |= self._try_own_disk(told["probe"])
         ready = call.round(answer, self._look_back, patience + self._args.wait, progress=True)
         saved = self._small_save(told["probe"]) if ready["save"] else {}
         verdict = call.round(saved, self._end, patience, progress=True)
@@ -148,14 +150,31 @@ class Doctor:
             self._files.mkdir(directory)
         return _Probe(path, made)
 
+    def _try_own_disk(self, path: str) -> Report:
+        """This rank sees another disk than rank 0, as it should: the probe is tried there. Local."""
+        try:
+            made: list[str] = []
+            there = path
+            while not self._files.is_dir(there):
+                made.insert(0, there)
+                there = os.path.dirname(there)
+            self._probe = _Probe(path, made or [path])
+            for directory in made:
+                with suppress(FileExistsError):  # another rank of this node
+                    self._files.mkdir(directory)
+        except OSError as error:
+            return {"unseen": f"and cannot write on its own disk: {error.strerror}"}
+        return {"apart": True, "tried": probe.operations(self._files, path, self._group.rank)}
+
     def _look_back(self, reports: dict[int, Report]) -> Report:
         seen = self._seen
         seen.clocks = {rank: float(report["clock"]) for rank, report in reports.items()}
         seen.tried = {rank: report for rank, report in reports.items() if "tried" in report or "unseen" in report}
         there = [rank for rank, report in seen.tried.items() if report.get("tried", {}).get("be seen") == "ok"]
-        if self._probe is not None and there:
+        same = [rank for rank in there if "apart" not in seen.tried[rank]]
+        if self._probe is not None and same:
             try:
-                seen.back = probe.others(self._files, self._runtime, self._probe.path, there, self._args.wait, self._moving)
+                seen.back = probe.others(self._files, self._runtime, self._probe.path, same, self._args.wait, self._moving)
             except OSError as error:
                 seen.unwritable = error
         lines = diagnosis.diagnose(seen)
@@ -219,7 +238,7 @@ class Doctor:
         patience = Timeouts(arrive=self._args.timeout, progress=self._args.timeout, visible=max(self._args.wait, 2.0), close=30.0)
         try:
             with quiet(), CheckpointManager(os.path.join(where, "root"), stop_signals=(), allow_shared_root=True,
-                                            timeouts=patience) as manager:
+                                            timeouts=patience, storage=self._args.storage) as manager:
                 for step, amount in enumerate((1, 1, size), 1):
                     begun = self._runtime.monotonic()
                     with manager.saving(step) as files, files.writer("doctor.bin") as out:

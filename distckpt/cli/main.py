@@ -101,6 +101,8 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", "doctor", "look whether a job could keep its checkpoints in a root; run it as the job is run")
     doctor.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
+    doctor.add_argument("--storage", choices=("shared", "node-local"), default="shared",
+                        help="as the manager's storage=: one root for all nodes, or each node's own disk")
     doctor.add_argument("--size", type=_count, metavar="MIB", default=16,
                         help="of each rank's part of the small save (default 16)")
     doctor.add_argument("--wait", type=_seconds, metavar="S", default=120.0,

@@ -95,7 +95,7 @@ def attempt(files: Files, runtime: Runtime, probe: str, nonce: str, rank: int, w
             if not is_listed(files, probe):
                 continue
             if files.read(os.path.join(probe, NONCE), 64).decode("ascii", "replace") == nonce:
-                return {"seen": round(runtime.monotonic() - begun, 3), "tried": _tried(files, probe, rank)}
+                return {"seen": round(runtime.monotonic() - begun, 3), "tried": operations(files, probe, rank)}
             last = "something else stands there"
         except OSError as error:
             last = error.strerror or str(error)
@@ -104,7 +104,7 @@ def attempt(files: Files, runtime: Runtime, probe: str, nonce: str, rank: int, w
     return {"unseen": last, "waited": runtime.monotonic() - begun}
 
 
-def _tried(files: Files, probe: str, rank: int) -> dict[str, str]:
+def operations(files: Files, probe: str, rank: int) -> dict[str, str]:
     """{operation: "ok", or what came instead}, in the order of a save; what needs a step that failed is left out."""
     mine, told = os.path.join(probe, f"of-rank-{rank}"), {}
     a, b = os.path.join(mine, "a"), os.path.join(mine, "b")

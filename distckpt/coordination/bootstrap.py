@@ -7,6 +7,7 @@ write four "whole" checkpoints into one root, so that is an error here, not a gu
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -25,13 +26,15 @@ from distckpt.runtime import Runtime
 ADDRESS_VARIABLE = "DISTCKPT_STORE_ADDR"
 PORT_VARIABLE = "DISTCKPT_STORE_PORT"
 _CONNECT = timedelta(seconds=120)
+_FIRST_PAUSE, _LONGEST_PAUSE, _LEAVING = 0.002, 0.25, 5.0
+log = logging.getLogger(__name__)
 _counts: dict[str, int] = {}
 
 
 @dataclass
 class Bootstrap:
     """The answer. ``source`` makes one client per thread; ``new_gloo`` makes a process group for DCP whose
-    collectives end after so many seconds (None: cannot)."""
+    collectives end after so many seconds (None: cannot). ``met`` is called when all ranks have met, or will not."""
 
     kind: str
     rank: int
@@ -39,6 +42,7 @@ class Bootstrap:
     source: ClientSource
     server: Any = None
     new_gloo: Callable[[float], Any] | None = None
+    met: Callable[[], None] = lambda: None
 
 
 def find(group: Any, runtime: Runtime) -> Bootstrap:
@@ -162,6 +166,52 @@ def _publish(rank: int, world: int, towards: str | None, runtime: Runtime, tell:
 # -- torch -----------------------------------------------------------------------------------------------------------
 
 
+def _ask(exchange: Any, key: str, rank: int, runtime: Runtime) -> str:
+    """What rank 0 answers this very process.
+
+    torchrun (2.13) gives all generations of its ranks one store, and what an earlier rank 0 wrote there leads to a store that is
+    gone, or to a zombie's. So who asks draws a name for the answer.
+    """
+    name = runtime.token(8)
+    exchange.set(f"{key}/asks/{rank}", name)
+    return str(exchange.get(f"{key}/answer/{name}").decode())
+
+
+class _Answering:
+    """Rank 0's thread, until ``end``. A question of an earlier generation is answered too, and nobody hears that."""
+
+    def __init__(self, exchange: Any, key: str, world: int, text: str, runtime: Runtime) -> None:
+        self._exchange, self._key, self._world, self._text = exchange, key, world, text
+        self._ended = runtime.event()
+        self._thread = runtime.thread("bootstrap", self._run)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(_LEAVING)
+
+    def _run(self) -> None:
+        answered: dict[int, str] = {}
+        pause = _FIRST_PAUSE
+        try:
+            while not self._ended.is_set():
+                new = [rank for rank in range(1, self._world) if self._answer(rank, answered)]
+                pause = _FIRST_PAUSE if new else min(2 * pause, _LONGEST_PAUSE)
+                self._ended.wait(pause)
+        except (dist.DistError, RuntimeError) as error:  # the program ends; who has not heard says that it cannot reach the store
+            log.debug("the place of rank 0's store is told to nobody any more: %s", error)
+
+    def _answer(self, rank: int, answered: dict[int, str]) -> bool:
+        asks = f"{self._key}/asks/{rank}"
+        if not self._exchange.check([asks]):
+            return False
+        name = self._exchange.get(asks).decode()
+        if answered.get(rank) == name:
+            return False
+        self._exchange.set(f"{self._key}/answer/{name}", self._text)
+        answered[rank] = name
+        return True
+
+
 def _outsider() -> ConfigError:
     return ConfigError("this process is not a member of the group that was passed: make the manager on its members only")
 
@@ -176,8 +226,10 @@ def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
     _counts[line] = number + 1
     key = f"distckpt/bootstrap/{line}/{number}"
     exchange = dist.distributed_c10d._get_default_store()
+    answering: list[_Answering] = []
     source, server = _publish(rank, world, os.environ.get("MASTER_ADDR") or getattr(exchange, "host", None), runtime,
-                              lambda text: exchange.set(key, text), lambda: exchange.get(key).decode())
+                              lambda text: answering.append(_Answering(exchange, key, world, text, runtime)),
+                              lambda: _ask(exchange, key, rank, runtime))
 
     def new_gloo(seconds: float) -> Any:
         # Local synchronisation only where others do not take part: torch then names the group by how many groups this process
@@ -185,7 +237,7 @@ def _from_torch(group: dist.ProcessGroup | None, runtime: Runtime) -> Bootstrap:
         return dist.new_group(ranks=members, timeout=timedelta(seconds=seconds), backend="gloo",
                               use_local_synchronization=len(members) < dist.get_world_size())
 
-    return Bootstrap("torch", rank, world, source, server, new_gloo)
+    return Bootstrap("torch", rank, world, source, server, new_gloo, answering[0].end if answering else lambda: None)
 
 
 # -- MPI -------------------------------------------------------------------------------------------------------------

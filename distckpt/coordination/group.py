@@ -45,6 +45,8 @@ class Group:
         except BaseException:
             group.abandon()
             raise
+        finally:
+            bootstrap.met()
         group.identities = {int(r): Identity.from_json(v) for r, v in verdict["identities"].items()}
         if group.rank == 0:
             group.pulse.identities = {r: i for r, i in group.identities.items() if r != 0}

@@ -43,6 +43,32 @@ def test_a_bare_process_is_alone_and_has_a_store_of_its_own() -> None:
     assert one.source().get(["k"]) == [{"v": 1}] and not other.source().has("k")
 
 
+def test_S5_the_place_of_an_earlier_generations_store_is_heard_by_nobody() -> None:
+    """torchrun gives all its generations one store: what the first one wrote there stands, and its rank 0 may still live."""
+    exchange: Any = dist.HashStore()  # type: ignore[attr-defined]
+    heard: dict[str, str] = {}
+
+    def ask(who: str, rank: int) -> threading.Thread:
+        thread = threading.Thread(target=lambda: heard.update({who: bootstrap._ask(exchange, "k", rank, SYSTEM)}), daemon=True)
+        thread.start()
+        return thread
+
+    first = bootstrap._Answering(exchange, "k", 3, "first", SYSTEM)
+    for rank in (1, 2):
+        ask(f"first {rank}", rank).join(10)
+    first.end()
+    early = ask("second 1", 1)
+    await_(lambda: exchange.get("k/asks/1") != b"" and early.is_alive())
+    early.join(0.2)
+    assert early.is_alive() and heard == {"first 1": "first", "first 2": "first"}, "it waits for its own rank 0"
+    second = bootstrap._Answering(exchange, "k", 3, "second", SYSTEM)
+    early.join(10)
+    ask("second 2", 2).join(10)
+    second.end()
+    assert heard == {"first 1": "first", "first 2": "first", "second 1": "second", "second 2": "second"}
+    assert not second._thread.is_alive()
+
+
 @pytest.mark.parametrize(("variable", "remedy"), [
     ("WORLD_SIZE", "init_process_group"), ("SLURM_STEP_NUM_TASKS", None), ("OMPI_COMM_WORLD_SIZE", "group=MPI.COMM_WORLD"),
     ("PMI_SIZE", "import mpi4py first"),

@@ -1,0 +1,47 @@
+"""``distckpt doctor`` in a job script: under srun on two nodes, with one root for both or a disk for each, and under mpiexec."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from tests.slurm.conftest import Cluster
+from tests.slurm.test_schedules import RUN
+
+SCRIPT = """#!/usr/bin/env bash
+doctor() { echo "== $1"; shift; "$@"; echo "code $?"; }
+look="$PYTHON -m distckpt doctor --size 1 --timeout 60"
+doctor shared srun $look "$SHARED"
+doctor apart srun $look "$LOCAL"
+doctor local srun $look --storage node-local "$LOCAL"
+doctor needless srun $look --storage node-local --strict "$SHARED"
+doctor mpi mpiexec -n 2 $look "$SHARED"
+srun $look "$LOCAL" >/dev/null || exit 7    # as a prolog of the training
+echo "not reached"
+"""
+
+
+def test_in_a_job_script_the_exit_code_is_what_the_training_depends_on(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(SCRIPT)
+    shared, local = tmp_path / "root", f"/node-local/{uuid.uuid4().hex[:8]}"
+    job = cluster.submit(tmp_path, str(tmp_path / "job.sbatch"), "--nodes=2", "--ntasks-per-node=1", "--output=job.out",
+                         SHARED=str(shared), LOCAL=f"{local}/root")
+    job.until("the end", lambda: job.field("JobState") == "FAILED")
+    assert job.field("ExitCode") == "7:0", job.output()
+    told = {part.split("\n", 1)[0]: part for part in job.output().split("== ")[1:]}
+
+    assert "2 ranks on 2 hosts, found by slurm" in told["shared"] and "code 0" in told["shared"], told["shared"]
+    assert f"grace: started by srun, job slurm:{job.number}" in told["shared"] and "SIGKILL comes 5 s after" in told["shared"]
+    assert "visibility: ranks see rank 0's files after at most" in told["shared"]
+
+    assert "code 2" in told["apart"] and "visibility: rank 1 on n2 does not see what rank 0 on n1 wrote" in told["apart"]
+    assert "pass storage='node-local', and --storage node-local here" in told["apart"]
+
+    assert "code 0" in told["local"] and "will fail" not in told["local"], told["local"]
+    assert "disks: that of rank 0 is seen by rank 0 on n1; others are by rank 1 on n2. A checkpoint exists when every node" in (
+        told["local"])
+    assert "a small save: 2.1 MB through the library, durable and committed" in told["local"]
+
+    assert "code 1" in told["needless"] and "all ranks see one: storage='node-local' is then as" in told["needless"]
+    assert "code 0" in told["mpi"] and "2 ranks on 1 host, found by mpi" in told["mpi"] and "not reached" not in told["mpi"]
+    assert not shared.exists() and [(RUN / node / "disk" / local.split("/")[2]).exists() for node in ("n1", "n2")] == [False] * 2
