@@ -242,11 +242,14 @@ class RankFiles:
         with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
         relative, path = self._prefix + own, self._claim(own)
-        before = self._top.bytes_written
+        before, ask_at = self._top.bytes_written, 0
 
         def between(size: int) -> None:
+            nonlocal ask_at
             self._top.bytes_written = before + size
-            self.stop_if_aborted()
+            if size >= ask_at:  # torch.save writes a thousand small pieces, and to ask is a message to rank 0
+                ask_at = size + _PACE
+                self.stop_if_aborted()
 
         writer = PieceWriter(self._files.open(path), path, self._algorithm, between)
         self._top._claims[relative].writer = writer

@@ -196,10 +196,21 @@ def test_a_writer_stops_between_pieces_when_another_rank_has_failed(tmp_path: Pa
 
     mine = rank_files(tmp_path, Counting(), aborted=lambda: len(pieces) >= 2)
     with pytest.raises(PeerFailed), mine.writer("a.bin") as out:
-        out.write(bytes(5 * PIECE))
-    assert pieces == [PIECE, PIECE]
+        out.write(bytes(3 * saving._PACE))
+    assert sum(pieces) == PIECE + saving._PACE
     with pytest.raises(PeerFailed):
         mine.stop_if_aborted()
+
+
+def test_whether_another_rank_failed_is_asked_by_the_bytes_and_not_by_the_pieces(tmp_path: Path) -> None:
+    """To ask is a message to rank 0: a file of a thousand small tensors, or ten of a tenth of them, must not cost a thousand."""
+    asked: list[int] = []
+    mine = rank_files(tmp_path, aborted=lambda: bool(asked.append(1)))
+    for name in ("a", "b"):
+        with mine.writer(f"{name}.bin") as out:
+            for _ in range(3 * saving._PACE // 2 >> 13):
+                out.write(bytes(1 << 13))
+    assert len(asked) == 2 + 2  # at each file's first piece, and after 8 MB more
 
 
 def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
