@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_FOR_REQUESTS = 5.0
 _MARGIN = 60.0
+_WINDOW = 3.0
+"""Seconds over which quick steps are averaged: a look once a second says no more of a single one."""
 
 
 class Timing:
@@ -85,7 +87,7 @@ class Timing:
         """
         pace, polls = owned.pace, self.polls()
         before, since, blocked = self._polled
-        if polls <= before:
+        if polls <= before or (self._begun is not None and now - since < _WINDOW):
             return
         self._polled = (polls, now, pace.blocked)
         if self._begun is None:

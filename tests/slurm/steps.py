@@ -2,7 +2,8 @@
 
 In the first run of a job every rank is held, until the file ``go`` is there, in the middle of step HELD, or of the save after it
 (HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a
-file to wait for before the manager is made. A task of a job array has a folder of its own.
+file to wait for before the manager is made. STEP_SECONDS: how long a step takes; STOP_GRACE: the manager's grace. A task of a job
+array has a folder of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main(folder: Path, total: int) -> int:
 def train(launch: distckpt.launch.Launch, folder: Path, root: Path, total: int, held: Callable[[str], None], files: Files) -> int:
     timeouts = distckpt.Timeouts(arrive=30, progress=8, visible=10, close=20)
     with distckpt.CheckpointManager(root, keep_last=3, timeouts=timeouts, storage=os.environ.get("STORAGE", "shared"),
-                                    seams=Seams(files=files)) as manager:
+                                    seams=Seams(files=files), grace=float(os.environ.get("STOP_GRACE", "600"))) as manager:
         found = manager.resume().checkpoint
         started = step = found.step if found is not None else 0
         while step < total:
@@ -76,6 +77,7 @@ def train(launch: distckpt.launch.Launch, folder: Path, root: Path, total: int, 
             if step == HELD:
                 held("step")
             step += 1
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
             with manager.saving(step) as files:
                 Path(files.mine("state.txt")).write_text(f"{step} of rank {manager.rank}")
                 if step == HELD + 1:

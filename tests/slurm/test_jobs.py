@@ -72,6 +72,22 @@ def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Clus
     cluster.end(job)
     assert report(tmp_path, 0)["stopped"] == report(tmp_path, 0, 1)["stopped"] == "the allocation ends soon"
     assert (tmp_path / f"root/step-{report(tmp_path, 0)['ended']}/commit.json").exists()
+    assert "and 60 s are kept for the stop: the least is 60 s" in job.output()
+    assert "60 s are kept for the stop; every restart costs that again, so ask for a longer allocation" in job.output()
+
+
+def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_time_at_the_start(cluster: Cluster,
+                                                                                               tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    alone = ("--nodes=1", "--ntasks-per-node=1")
+    job = submit(cluster, tmp_path, *alone, total=16, STOP_GRACE="2", STEP_SECONDS="1.2")
+    over(job)
+    warning = "this job is killed 2 s after a stop signal, and a stop takes up to"
+    assert job.output().count(warning) == 1 and "twice a step of" in job.output()
+    (tmp_path / "again").mkdir()
+    again = submit(cluster, tmp_path / "again", *alone, total=16, STOP_GRACE="2", ROOT=f"{tmp_path}/root")
+    over(again)
+    assert again.output().count(warning) == 1 and "twice a step of" in again.output(), "without a step"
 
 
 def test_lists_of_nodes_are_read_as_scontrol_reads_them(cluster: Cluster) -> None:

@@ -82,4 +82,7 @@ def test_B117_B120_B121_a_preempted_job_saves_one_step_is_requeued_once_and_goes
 
     told = events(job)
     assert [e["identity"]["restart"] for e in told if e["event"] == "claimed"] == [0, 1]
+    assert [(e["step"], e["since_stop"] >= e["seconds"]) for e in told if "since_stop" in e] == [(stopped, True)]
+    assert len([e for e in told if e["event"] == "released" and e["seconds"] >= 0]) == 2
+    assert f"committed step-{stopped}: " in job.output() and " s after the word to stop" in job.output()
     assert [(e["step"], e["restart"]) for e in told if e["event"] == "begin"] == [(stopped, 0), (stopped + MORE, 1)]

@@ -110,7 +110,7 @@ def test_the_first_steps_are_left_out_and_quick_ones_are_averages(tmp_path: Path
     run = Run(tmp_path, VirtualClock())
     run.train(1, 90.0)
     assert run.owned.pace.setup == 7.0
-    for _ in range(5):
+    for _ in range(20):
         run.polls += 99
         run.train(1, 1.0)
     assert run.owned.pace.step_seconds == pytest.approx(0.01)
@@ -123,7 +123,7 @@ def test_B122_the_stop_is_told_as_early_as_the_last_ones_took(tmp_path: Path, mo
     caplog.set_level(logging.INFO)
     clock = VirtualClock()
     first = Run(tmp_path, clock)
-    first.train(6, 3.0)
+    first.train(10, 3.0)
     first.timing.heard(Act("stop", "SIGUSR1 on rank 1", {"waited": 12.0}))
     first.runtime.sleep(70)
     assert "since_stop" not in first.owned.pace.commit(85.0, 85.0, 0.0, first.runtime.monotonic()), "begun before the word"
