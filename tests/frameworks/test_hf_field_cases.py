@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from distckpt.durable import Files, Item
 from distckpt.errors import ConfigError, MemberMissing, SaveError
 from distckpt.options import Seams, Timeouts
 from distckpt.runtime import Identity, SystemRuntime
+from distckpt.saving.transaction import Transaction
 from tests.frameworks.stage import Stage
 from tests.frameworks.story import Job, Told
 from tests.frameworks.test_transformers import arguments, examples, final, made, tiny, train
@@ -87,21 +89,34 @@ def test_B34_disks_of_each_nodes_own_are_refused_before_the_first_step(stage: St
 
 
 def writes_beside(rank: int, world: int, root: str) -> str:
-    """A callback's ``on_save`` makes the directory that it thinks the checkpoint is in, as PEFT recipes do."""
+    """A callback's ``on_save`` makes the directory that it thinks the checkpoint is in, as PEFT recipes do. The background save
+    begins when it has: how far it came else is the scheduler's choice."""
     from transformers import TrainerCallback
+
+    there, begin = threading.Event(), Transaction.begin
+
+    def after(self: Transaction, report: Any) -> Any:
+        assert there.wait(60)
+        return begin(self, report)
 
     class Beside(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             folder.mkdir(exist_ok=True)
             (folder / "adapter.txt").write_text("x")
+            there.set()
 
     for background in (False, True):
         trainer = made(f"{root}-{background}", Job(background=background), max_steps=4, save_total_limit=1)
         trainer.add_callback(Beside())
         if background:
-            with pytest.raises(SaveError) as caught:
-                trainer.train()
+            there.clear()
+            Transaction.begin = after  # type: ignore[method-assign]
+            try:
+                with pytest.raises(SaveError) as caught:
+                    trainer.train()
+            finally:
+                Transaction.begin = begin  # type: ignore[method-assign]
             return str(caught.value)
         trainer.train()
     raise AssertionError
