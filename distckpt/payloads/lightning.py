@@ -66,6 +66,8 @@ class Lightning:
         else:
             path = os.path.join(files.path, NAME)
         strategy.save_checkpoint(dumped, path)
+        if os.path.isdir(path):
+            _claim_shards(files, path, ranks.rank)
         if ranks.rank == 0:
             _require_whole(path)
         if self._members is not None:
@@ -89,6 +91,14 @@ class Lightning:
         self.found = checkpoint
         if self._members is not None:
             self._members.load(checkpoint, ranks)
+
+
+def _claim_shards(files: RankFiles, directory: str, rank: int) -> None:
+    """Say whose the files are that DCP's writer names by rank, so that each rank digests and syncs its own; what else a strategy
+    wrote stays unclaimed."""
+    for name in sorted(os.listdir(directory)):
+        if (name.startswith(f"__{rank}_") and name.endswith(".distcp")) or (rank == 0 and name in (METADATA, _REST)):
+            files.claim(f"{NAME}/{name}")
 
 
 class _Copied:
