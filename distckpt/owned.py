@@ -26,13 +26,11 @@ from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_t
 from distckpt.ownership import Ownership
 from distckpt.pace import Pace
 from distckpt.retention import Policy
-from distckpt.rootdir import agree_naming, await_newest, infer_naming, make_root, settle_record, sync_root
+from distckpt.rootdir import agree_naming, await_newest, make_root, settle_record, sync_root
 from distckpt.runtime import Runtime
 from distckpt.status import Status
 
 log = logging.getLogger(__name__)
-
-__all__ = ["Claimed", "OwnedRoot", "claim", "infer_naming", "make_root", "sync_root"]
 
 _TOOL = 1 << 20
 

@@ -7,6 +7,7 @@ and only after that the job is requeued.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,16 +25,18 @@ class Pace:
         self.stopped: float | None = None
         self.closing: float | None = None
         self.recalled = False
-        self._saves: list[float] = []
-        self._steps: list[float] = []
-        self._stops: list[float] = []
-        self._closes: list[float] = []
+        self._saves: deque[float] = deque(maxlen=_KEPT)
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._stops: deque[float] = deque(maxlen=_KEPT)
+        self._closes: deque[float] = deque(maxlen=_KEPT)
         self._behind = False
         self._before: float | None = None
 
     def recall(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take over what the journal knows, of the runs before and of this one."""
-        self._saves, self._stops, self._closes, self.recalled = [], [], [], True
+        self.recalled = True
+        for known in (self._saves, self._stops, self._closes):
+            known.clear()
         for event in events:
             self._learn(event)
 
@@ -42,20 +45,20 @@ class Pace:
         if seconds is None or kind not in ("committed", "released"):
             return
         if kind == "released":
-            self._closes = [*self._closes[1 - _KEPT:], seconds]
+            self._closes.append(seconds)
             return
-        self._saves = [*self._saves[1 - _KEPT:], seconds]
+        self._saves.append(seconds)
         self._behind = bool(_number(event, "background"))
         self._before = _number(event, "step_seconds") or self._before
         stop = _number(event, "since_stop")
         if stop is not None:
-            self._stops = [*self._stops[1 - _KEPT:], stop]
+            self._stops.append(stop)
 
     # -- what happens now ------------------------------------------------------------------------------------------
 
     def step(self, seconds: float) -> None:
         """So long it took from one ``poll`` to the next, saves apart."""
-        self._steps = [*self._steps[1 - _KEPT:], seconds]
+        self._steps.append(seconds)
 
     def commit(self, seconds: float, blocked: float, behind: float, now: float) -> dict[str, Any]:
         """A save was committed: what the journal keeps of it for the runs to come. ``since_stop``: it is the save of a stop."""
@@ -111,7 +114,7 @@ def _number(event: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _slow(values: list[float]) -> float:
+def _slow(values: Iterable[float]) -> float:
     """95th percentile; 0 of nothing."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * 0.95), len(ordered) - 1)] if ordered else 0.0

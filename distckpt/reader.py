@@ -16,7 +16,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.durable import GONE, REAL, Files
 from distckpt.errors import ConfigError, MarkerError, NoUsableCheckpoint, StepNotFound
 from distckpt.layout import MAIN, Layout, Naming, series_of
-from distckpt.owned import infer_naming
+from distckpt.rootdir import infer_naming
 from distckpt.runtime import SYSTEM, Runtime
 
 T = TypeVar("T")

@@ -55,8 +55,7 @@ class Start:
         return Naming.parse(verdict["naming"])
 
     def _open(self, reports: dict[int, Report]) -> Report:
-        require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
-        require_one_key(reports, self._group.hosts)
+        self._require_alike(reports)
         try:
             self._refuse_shared()
             owned = OwnedRoot.open(self._files, self._layout, self._runtime, self._naming, self._run_id,
@@ -72,6 +71,14 @@ class Start:
             raise ConfigError(f"root {self._layout.root} cannot be used by rank 0 ({self._group.identity.host}): {error}; choose "
                               "another root, or fix its permissions or its file system") from error
         return {"generation": owned.generation, "probe": name, "nonce": nonce, "naming": owned.naming.template}
+
+    def _require_alike(self, reports: dict[int, Report]) -> None:
+        """Every rank has the same root, options, and key to sign with or none."""
+        require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
+        for rank, report in sorted(reports.items()):
+            if "key_problem" in report:
+                raise ConfigError(f"rank {rank} on {self._group.hosts[rank]}: {report['key_problem']}")
+        require_same(reports, {"key": f"the key of {KEY_VARIABLE}"}, "start")
 
     def _refuse_shared(self) -> None:
         if not self._allow_shared:
@@ -152,14 +159,6 @@ class Start:
             f"Fine on: {', '.join(dict.fromkeys(hosts[r] for r in sees))} ({ranks_text(sees)}, on {self._mount()}); on another "
             f"storage: {others}{f'. Besides, {more}' if more else ''}. Put the root on storage that every host mounts, writable, "
             "at the same path; or, if every node's own disk is what you want, pass storage='node-local'")
-
-
-def require_one_key(reports: dict[int, Report], hosts: dict[int, str]) -> None:
-    """Every rank has the same key to sign with, or none."""
-    for rank, report in sorted(reports.items()):
-        if "key_problem" in report:
-            raise ConfigError(f"rank {rank} on {hosts[rank]}: {report['key_problem']}")
-    require_same(reports, {"key": f"the key of {KEY_VARIABLE}"}, "start")
 
 
 def report_key() -> Report:

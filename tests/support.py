@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import distckpt
-from distckpt import catalog, owned
+from distckpt import catalog, owned, rootdir
 from distckpt import digest as _digest
 from distckpt import marker as _marker
 from distckpt.catalog import RootRecord
@@ -119,7 +119,7 @@ Command = Callable[..., Answer]
 def record_root(root: str, run: str = RUN, naming: Naming = STEP) -> Layout:
     """The root's own directories and root.json, as a run leaves them, without an owner."""
     layout = Layout.at(root)
-    owned.make_root(REAL, layout)
+    rootdir.make_root(REAL, layout)
     write_payload(REAL, layout.record, RootRecord(run, naming).to_bytes(), durable=False)
     return layout
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt import catalog, selection
-from distckpt.coordination.rounds import Call, Report, require_same
+from distckpt.coordination.rounds import Call, Report
 from distckpt.domains.domains import Domains
 from distckpt.domains.parts import Parts
 from distckpt.domains.probe import Probe
@@ -23,7 +23,7 @@ from distckpt.removal import remove_tree
 from distckpt.retention import Policy
 from distckpt.rootdir import agree_naming, infer_naming, known_heads
 from distckpt.saving.committer import Committer
-from distckpt.start import Start, report_key, require_one_key
+from distckpt.start import Start, report_key
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class LocalStart(Start):
         return naming
 
     def _agree(self, reports: dict[int, Report]) -> Report:
-        require_same(reports, {"root": "the root", "options": "the manager's options"}, "start")
-        require_one_key(reports, self._group.hosts)
+        self._require_alike(reports)
         return {"token": self._runtime.token(8)}
 
     def parts(self, committer: Committer | None, policy: Callable[[str], Policy], algorithm: str | None) -> Parts | None:

@@ -209,11 +209,7 @@ class Transaction:
             if problem is None and not self._fix(PREPARE if self._parts else "sync" if listed else "committing"):
                 problem = self._problem(go, reports, absence)
             elif problem is None and listed:
-                late, problem = self._unclaimed.sync(unclaimed, acked), None
-                if late:
-                    problem = save_error(self.request.step, go.attempt, late, self._group.world)
-                elif self._unclaimed.shown_late:
-                    problem = self._nothing_late(go, acked)
+                problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
                 commit = self._parts.commit if self._parts else self._committer.commit
@@ -284,9 +280,13 @@ class Transaction:
         failure = RankFailure(rank, "IntegrityError", text, identity.host, identity.pid, "durable")
         return [], save_error(self.request.step, go.attempt, {rank: failure}, self._group.world)
 
-    def _nothing_late(self, go: Go, acked: dict[int, list[FileEntry]]) -> SaveError | None:
-        """Look again, so that no file is left out because rank 0 was shown an old listing."""
-        late, problem = self._compare(go, acked)
+    def _sync_unclaimed(self, go: Go, unclaimed: list[str], acked: dict[int, list[FileEntry]]) -> SaveError | None:
+        """Make them durable on every host, and count them in ``acked``. Then look again where rank 0 may be shown an old listing,
+        so that no file is left out."""
+        failures = self._unclaimed.sync(unclaimed, acked)
+        if failures:
+            return save_error(self.request.step, go.attempt, failures, self._group.world)
+        late, problem = self._compare(go, acked) if self._unclaimed.shown_late else ([], None)
         if late and problem is None:
             error = OSError(errno.EIO, f"{late[0]} appeared after every rank had written and every host's files were synced")
             return save_error(self.request.step, go.attempt, {0: self._failure(error)}, self._group.world)

@@ -6,6 +6,7 @@ pages (S20).
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -63,7 +64,7 @@ class Unclaimed:
                 first = sizes.setdefault(path, (size, rank))
                 if first[0] != size:
                     return {rank: self._failure(OSError(
-                        5, f"{path} has {size} bytes on rank {rank}'s host and {first[0]} on rank {first[1]}'s"))}
+                        errno.EIO, f"{path} has {size} bytes on rank {rank}'s host and {first[0]} on rank {first[1]}'s"))}
                 if text is not None:
                     digests[path] = text
         acked[0] = acked[0] + [FileEntry(p, size, digests.get(p), rank) for p, (size, rank) in sizes.items()]

@@ -13,7 +13,7 @@ import pickle
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 LIMIT = 60.0
@@ -54,6 +54,19 @@ class Stage:
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
+
+
+def staged(*modules: str) -> Any:
+    """The fixture ``stage`` of a module of tests: one Stage with ``modules`` loaded, for all of them."""
+    import pytest
+
+    @pytest.fixture(scope="module", name="stage")
+    def stage() -> Iterator[Stage]:
+        found = Stage(*modules)
+        yield found
+        found.close()
+
+    return stage
 
 
 def _send(pipe: IO[bytes], value: Any) -> None:

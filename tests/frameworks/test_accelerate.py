@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from distckpt.options import Seams
 from distckpt.payloads import memory
 from distckpt.testing.faults import FaultyFiles, fail
 from tests.frameworks.hftools import broken, counted, full, hashes, lost, saving, short, without_us
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import KILLS, Job, Story, Told, digest
 
 pytest.importorskip("accelerate")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("accelerate", "torch.distributed.fsdp", "distckpt.integrations.accelerate", "distckpt.payloads.accelerator")
-    yield found
-    found.close()
+stage = staged("accelerate", "torch.distributed.fsdp", "distckpt.integrations.accelerate", "distckpt.payloads.accelerator")
 
 
 def fsdp_on_cpu(kind: str) -> Any:

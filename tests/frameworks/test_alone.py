@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,14 @@ import torch
 
 import distckpt
 from tests.frameworks import alone
-from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS, Stage
+from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS, Stage, staged
 
 pytestmark = pytest.mark.xdist_group("alone")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
-                  "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "distckpt.integrations.transformers",
-                  "distckpt.integrations.accelerate", "torch.distributed.fsdp")
-    yield found
-    found.close()
+stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
+               "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "distckpt.integrations.transformers",
+               "distckpt.integrations.accelerate", "torch.distributed.fsdp")
 
 
 def by_accelerate(rank: int, world: int, root: str) -> str:

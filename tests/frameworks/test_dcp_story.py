@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import distckpt
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Story, Told, digest, loop
 
 
@@ -42,11 +41,7 @@ def train(rank: int, world: int, job: Job) -> Told:
     return end(loop(job, distckpt.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, rng=True), step))
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("torch.distributed.fsdp")
-    yield found
-    found.close()
+stage = staged("torch.distributed.fsdp")
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])

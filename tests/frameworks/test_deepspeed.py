@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,14 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 import torch
 
 from tests.frameworks import dscases, dskinds, dsranks
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 
 pytestmark = pytest.mark.xdist_group("deepspeed")
 
 SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage(*dsranks.LOADED, "tests.frameworks.dscases", "tests.frameworks.dskinds")
-    yield found
-    found.close()
+stage = staged(*dsranks.LOADED, "tests.frameworks.dscases", "tests.frameworks.dskinds")
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

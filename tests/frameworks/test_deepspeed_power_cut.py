@@ -3,20 +3,17 @@ disks that a cut may leave."""
 
 from __future__ import annotations
 
-import logging
 import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 
-from scripts.proof import l1
 from scripts.proof.l1 import Limits, Walk
 from scripts.proof.l1_cuts import Recorded
 from scripts.proof.l1_scenarios import CHOSEN, Phase, Save, Scenario
+from tests.proof.recording import recording
 
 FEW = Limits(seen=4, lagging=2, next_save=20)
 MUTANT = "no fsync of rank 1's data"
@@ -28,17 +25,10 @@ pytestmark = [pytest.mark.xdist_group("deepspeed"),
 @pytest.fixture(scope="module")
 def recorded() -> Iterator[dict[str, Recorded]]:
     """As it is, with a save in the background, and with rank 1's bytes never synced: {mutant or "": run}."""
-    folder = Path(tempfile.mkdtemp(prefix="distckpt-l1-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     saves = (Save(1, "deepspeed"), Save(2, "deepspeed", background=True))
-    scenarios = [Scenario(f"{folder}/s{number}", 2, 1, (Phase(saves),), mutant=name) for number, name in enumerate(["", MUTANT])]
-    before = logging.getLogger("distckpt").level
-    logging.getLogger("distckpt").setLevel(logging.CRITICAL)
-    try:
-        l1.record(scenarios, folder)
-        yield {one.scenario.mutant: one for one in l1.read(folder)}
-    finally:
-        logging.getLogger("distckpt").setLevel(before)
-        shutil.rmtree(folder)
+    with recording(lambda folder: [Scenario(f"{folder}/s{number}", 2, 1, (Phase(saves),), mutant=name)
+                                   for number, name in enumerate(["", MUTANT])]) as found:
+        yield found
 
 
 def test_deepspeeds_files_survive_the_cuts(recorded: dict[str, Recorded]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,13 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 
 from tests.frameworks import dsranks
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Story
 
 pytestmark = pytest.mark.xdist_group("deepspeed")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage(*dsranks.LOADED)
-    yield found
-    found.close()
+stage = staged(*dsranks.LOADED)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

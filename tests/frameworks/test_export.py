@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,10 @@ import distckpt
 from distckpt.cli import export
 from distckpt.durable import REAL
 from distckpt.testing.faults import FaultyFiles, fail
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.support import Command
 
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("tests.frameworks.dsranks")
-    yield found
-    found.close()
+stage = staged("tests.frameworks.dsranks")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

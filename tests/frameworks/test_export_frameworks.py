@@ -3,7 +3,6 @@ were in the model, under the names that the framework stored them by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import distckpt
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job
 from tests.support import Command
 
@@ -24,12 +23,8 @@ pytest.importorskip("lightning")
 pytestmark = pytest.mark.xdist_group("export")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers",
-                  "distckpt.integrations.accelerate", "tests.frameworks.lightning_job")
-    yield found
-    found.close()
+stage = staged("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers",
+               "distckpt.integrations.accelerate", "tests.frameworks.lightning_job")
 
 
 def _whole(model: Any) -> dict[str, torch.Tensor]:

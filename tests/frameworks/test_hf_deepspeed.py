@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.frameworks import test_accelerate, test_transformers
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import KILLS, Story
 
 pytest.importorskip("deepspeed")
@@ -19,13 +18,9 @@ ZERO2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "a
          "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "tests.frameworks.dsranks",
-                  "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.pipe", "torch._dynamo",
-                  "distckpt.integrations.transformers", "distckpt.integrations.accelerate")
-    yield found
-    found.close()
+stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "tests.frameworks.dsranks",
+               "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.pipe", "torch._dynamo",
+               "distckpt.integrations.transformers", "distckpt.integrations.accelerate")
 
 
 def assert_engines(tag: Path) -> None:

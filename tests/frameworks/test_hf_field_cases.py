@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from distckpt.errors import ConfigError, MemberMissing, SaveError
 from distckpt.options import Seams, Timeouts
 from distckpt.runtime import Identity, SystemRuntime
 from distckpt.saving.transaction import Transaction
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Told
 from tests.frameworks.test_transformers import arguments, examples, final, made, tiny, train
 from tests.support import Command
@@ -32,11 +31,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.xdist_group("transformers")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
-    yield found
-    found.close()
+stage = staged("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
 
 
 # -- several hosts -------------------------------------------------------------------------------------------------------

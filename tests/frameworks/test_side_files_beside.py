@@ -4,7 +4,7 @@ engine. One name on two ranks ends the save with both named; a name of each rank
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 import distckpt
 from distckpt.errors import SaveError
 from tests.frameworks import alone
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 
 pytestmark = pytest.mark.xdist_group("alone")
 
@@ -25,13 +25,9 @@ NAME = "prefetch_orders.json"
 BOTH = f"ranks 0 and 1 both wrote '{NAME}': use files.mine"
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
-                  "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "distckpt.integrations.transformers",
-                  "distckpt.integrations.accelerate")
-    yield found
-    found.close()
+stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
+               "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "distckpt.integrations.transformers",
+               "distckpt.integrations.accelerate")
 
 
 class Names:

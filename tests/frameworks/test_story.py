@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import distckpt
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Story, Told, digest, loop
 
 
@@ -32,11 +31,7 @@ def train(rank: int, world: int, job: Job) -> Told:
     return end(loop(job, distckpt.TrainState(model=model, optimizer=optimizer, rng=True), step))
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage()
-    yield found
-    found.close()
+stage = staged()
 
 
 @pytest.fixture(scope="module")

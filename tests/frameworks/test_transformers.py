@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,14 @@ import torch
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
 from distckpt.payloads import memory
 from tests.frameworks.hftools import broken, counted, full, hashes, lost, saving, short, without_us
-from tests.frameworks.stage import Stage
+from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import KILLS, Job, Story, Told, digest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    found = Stage("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
-    yield found
-    found.close()
+stage = staged("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "distckpt.integrations.transformers")
 
 
 def tiny() -> Any:

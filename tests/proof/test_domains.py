@@ -27,31 +27,13 @@ from distckpt.testing.simruntime import SimRuntime
 from distckpt.testing.simulation import ROOT, Run, Simulation, State, Told, tree_of
 from scripts.proof.cases import Case
 from scripts.proof.scenarios import bytes_of
+from tests.proof.stories import all_well, saves, well
 
 LAYOUT = Layout.at(ROOT)
 
 
-def saves(*steps: int, **more: Any) -> Callable[[Told, int], None]:
-    def program(manager: Told, rank: int) -> None:
-        for step in steps:
-            manager.save(step, State(bytes_of(rank, step)), **more)
-
-    return program
-
-
-def well(run: Run) -> Run:
-    assert run.violations == [], (run.violations, run.errors, run.stacks)
-    return run
-
-
 def judged(faults: Iterable[str], scenario: str = "local", world: int = 2, seed: int = 3) -> list[Run]:
-    found = []
-    for fault in faults:
-        case = Case(scenario, world, seed, (fault,))
-        run = case.run()
-        assert run.violations == [], f"{case}\n{run.violations}\n{run.errors}\n{run.stacks}"
-        found.append(run)
-    return found
+    return all_well(Case(scenario, world, seed, (fault,)) for fault in faults)
 
 
 def standing(nodes: Nodes) -> list[list[str]]:

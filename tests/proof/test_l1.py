@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scripts.proof import l1
 from scripts.proof.l1 import Limits, Walk
 from scripts.proof.l1_cuts import Recorded
 from scripts.proof.l1_mutants import MUTANTS, ONLY_LAGGING
 from scripts.proof.l1_scenarios import Phase, Save, Scenario
+from tests.proof.recording import recording
 
 FEW = Limits(seen=10, lagging=4, next_save=10)
 NEEDS_TWO = ("no fsync of rank 1's data", ONLY_LAGGING)
@@ -25,20 +23,15 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace i
 @pytest.fixture(scope="module")
 def recorded() -> Iterator[dict[str, Recorded]]:
     """One recording of the code as it is and of every mutant: {mutant or "": run}."""
-    folder = Path(tempfile.mkdtemp(prefix="distckpt-l1-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    scenarios = []
+    with recording(_scenarios) as found:
+        yield found
+
+
+def _scenarios(folder: Path) -> Iterator[Scenario]:
     for number, name in enumerate(["", *MUTANTS]):
         two = name in ("", *NEEDS_TWO)
         saves = tuple(Save(step) for step in ((1, 2) if two else (1, 2, 3)))
-        scenarios.append(Scenario(f"{folder}/s{number}", 2 if two else 1, 1 if two else 2, (Phase(saves),), mutant=name))
-    before = logging.getLogger("distckpt").level
-    logging.getLogger("distckpt").setLevel(logging.CRITICAL)
-    try:
-        l1.record(scenarios, folder)
-        yield {one.scenario.mutant: one for one in l1.read(folder)}
-    finally:
-        logging.getLogger("distckpt").setLevel(before)
-        shutil.rmtree(folder)
+        yield Scenario(f"{folder}/s{number}", 2 if two else 1, 1 if two else 2, (Phase(saves),), mutant=name)
 
 
 def test_the_code_as_it_is_survives_the_cuts(recorded: dict[str, Recorded]) -> None:

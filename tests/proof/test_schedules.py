@@ -27,38 +27,14 @@ from distckpt.errors import (
 from distckpt.testing import checker, faults
 from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN
 from distckpt.testing.simruntime import SimRuntime
-from distckpt.testing.simulation import ROOT, Beside, Run, Simulation, State, Told, tree_of
+from distckpt.testing.simulation import ROOT, Beside, Simulation, State, Told, tree_of
 from scripts.proof.l0 import Case, sweep
 from scripts.proof.scenarios import bytes_of
-
-
-def all_well(cases: Iterable[Case]) -> list[Run]:
-    """Every case ran without a violation; the runs."""
-    found = []
-    for case in cases:
-        run = case.run()
-        assert run.violations == [], f"{case}\n{run.errors}\n{run.stacks}"
-        found.append(run)
-    return found
+from tests.proof.stories import all_well, saves, well
 
 
 def standing(simulation: Simulation) -> list[str]:
     return sorted(checker.standing(tree_of(simulation.files)))
-
-
-def saves(*steps: int, **more: Any) -> Callable[[Told, int], None]:
-    """A program that saves these steps."""
-
-    def program(manager: Told, rank: int) -> None:
-        for step in steps:
-            manager.save(step, State(bytes_of(rank, step)), **more)
-
-    return program
-
-
-def well(run: Run) -> Run:
-    assert run.violations == [], (run.violations, run.errors, run.stacks)
-    return run
 
 
 def told(simulation: Simulation) -> list[set[str]]:

@@ -13,7 +13,8 @@ from distckpt import catalog, journal, owned
 from distckpt.durable import REAL
 from distckpt.errors import ConfigError, MarkerError, RootInUse
 from distckpt.layout import SUBDIRECTORIES, Layout, Naming
-from distckpt.owned import OwnedRoot, infer_naming, make_root, sync_root
+from distckpt.owned import OwnedRoot
+from distckpt.rootdir import infer_naming, make_root, sync_root
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import FaultyFiles, Killed, die, fail

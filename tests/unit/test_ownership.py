@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distckpt import catalog, owned
+from distckpt import catalog, rootdir
 from distckpt.durable import Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout
@@ -144,14 +144,14 @@ def test_S6_a_released_root_is_taken_without_a_wait(disk: CrashFiles, clock: Vir
 
 def test_S6_a_record_that_says_nothing_is_waited_for(disk: CrashFiles, clock: VirtualClock) -> None:
     """Where there are no hard links a kill may leave an empty record: nobody can judge it, so it must stand still."""
-    owned.make_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
     write_payload(disk, LAYOUT.owner(1), b"")
     second = VirtualRuntime(clock)
     assert open_owned(disk, second).generation == 2 and second.slept >= STILL
 
 
 def test_S6_of_two_takers_one_wins_and_the_other_judges_the_winner(disk: CrashFiles, clock: VirtualClock) -> None:
-    owned.make_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
     first, second = VirtualRuntime(clock, pid=1), VirtualRuntime(clock, pid=2)
     files = FaultyFiles(disk, call(lambda o: winners.append(Ownership.claim(disk, LAYOUT, second)), op="link"))
     winners: list[Ownership] = []
@@ -161,7 +161,7 @@ def test_S6_of_two_takers_one_wins_and_the_other_judges_the_winner(disk: CrashFi
 
 
 def test_S6_of_two_takers_the_loser_succeeds_a_winner_that_died(disk: CrashFiles, clock: VirtualClock) -> None:
-    owned.make_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
     second = VirtualRuntime(clock, pid=2)
 
     def win_and_die(operation: Operation) -> None:
@@ -174,13 +174,13 @@ def test_S6_of_two_takers_the_loser_succeeds_a_winner_that_died(disk: CrashFiles
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EEXIST])
 def test_S6_a_claim_whose_reply_was_lost_is_ours_all_the_same(disk: CrashFiles, clock: VirtualClock, number: int) -> None:
-    owned.make_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
     files = FaultyFiles(disk, fail(number, op="link", after=True))
     assert Ownership.claim(files, LAYOUT, VirtualRuntime(clock)).generation == 1 and files.fired
 
 
 def test_S6_a_claim_that_failed_lets_this_process_try_again_at_once(disk: CrashFiles, clock: VirtualClock) -> None:
-    owned.make_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
     me = VirtualRuntime(clock)
     with pytest.raises(OSError):
         Ownership.claim(FaultyFiles(disk, fail(errno.EIO, op="mkdir")), LAYOUT, me)
@@ -193,7 +193,7 @@ def test_S6_a_claim_that_failed_in_a_look_at_any_moment_lets_this_process_try_ag
     for forever in (False, True):
         for n in range(1, 100):
             disk, me = crash_disk(), VirtualRuntime(clock)
-            owned.make_root(disk, LAYOUT)
+            rootdir.make_root(disk, LAYOUT)
             files = FaultyFiles(disk, fail(errno.EIO, n, op=("scan", "stat", "read"), forever=forever))
             try:
                 Ownership.claim(files, LAYOUT, me)
@@ -274,8 +274,8 @@ def test_S6_a_kill_at_any_operation_of_a_takeover_leaves_a_root_that_can_be_take
 
 
 def test_the_owner_record_says_who_and_is_durable_before_the_first_move(disk: CrashFiles, clock: VirtualClock) -> None:
-    owned.make_root(disk, LAYOUT)
-    owned.sync_root(disk, LAYOUT)
+    rootdir.make_root(disk, LAYOUT)
+    rootdir.sync_root(disk, LAYOUT)
     files = FaultyFiles(disk, die(op="mkdir", path="/staging/1"))
     with pytest.raises(Killed):
         Ownership.claim(files, LAYOUT, VirtualRuntime(clock, job="slurm:7"))

@@ -15,10 +15,10 @@ from distckpt.durable import REAL, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, Naming
 from distckpt.ordered import make_dir
-from distckpt.owned import make_root
 from distckpt.patience import PASSING, Patience
 from distckpt.reader import Root
 from distckpt.removal import remove_tree
+from distckpt.rootdir import make_root
 from distckpt.testing import faults, stalefs
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.stalefs import Server

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distckpt import catalog, marker, owned, recovery
+from distckpt import catalog, marker, recovery, rootdir
 from distckpt.durable import Files
 from distckpt.layout import MARKER, Layout
 from distckpt.owned import OwnedRoot
@@ -64,7 +64,7 @@ def test_several_committed_attempts_are_published_in_their_order(disk: CrashFile
 
 
 def recover_only(files: Files) -> recovery.Report:
-    owned.make_root(files, LAYOUT)
+    rootdir.make_root(files, LAYOUT)
     return recover(files, LAYOUT, STEP, 1)
 
 

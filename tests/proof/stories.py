@@ -1,0 +1,35 @@
+"""Programs of simulated ranks, and what a run must be, for the tests of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from distckpt.testing.simulation import Run, State, Told
+from scripts.proof.cases import Case
+from scripts.proof.scenarios import bytes_of
+
+
+def saves(*steps: int, **more: Any) -> Callable[[Told, int], None]:
+    """A program that saves these steps."""
+
+    def program(manager: Told, rank: int) -> None:
+        for step in steps:
+            manager.save(step, State(bytes_of(rank, step)), **more)
+
+    return program
+
+
+def well(run: Run) -> Run:
+    assert run.violations == [], (run.violations, run.errors, run.stacks)
+    return run
+
+
+def all_well(cases: Iterable[Case]) -> list[Run]:
+    """Every case ran without a violation; the runs."""
+    found = []
+    for case in cases:
+        run = case.run()
+        assert run.violations == [], f"{case}\n{run.violations}\n{run.errors}\n{run.stacks}"
+        found.append(run)
+    return found
