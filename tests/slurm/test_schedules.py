@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import SCRIPT, Cluster
+from tests.slurm.conftest import OVER, SCRIPT, Cluster
 from tests.slurm.steps import HELD
 from tests.slurm.test_jobs import TOTAL, over, report, submit
 
@@ -154,9 +154,10 @@ def test_s6_two_jobs_at_once_on_one_root_and_the_one_that_loses_is_told_whose_it
     for job in jobs:
         job.until("every rank before the manager", job.files("ready", 2))
     (tmp_path / "start").touch()
-    wait("one of them fails", lambda: "FAILED" in [job.field("JobState") for job in jobs])
-    loser = next(job for job in jobs if job.field("JobState") == "FAILED")
-    winner = next(job for job in jobs if job is not loser)
+    refused = [job.files("error-0", 2) for job in jobs]
+    jobs[0].until("one of them is refused", lambda: any(seen() for seen in refused) or jobs[1].field("JobState") in OVER)
+    loser, winner = jobs if refused[0]() else reversed(jobs)
+    over(loser, "FAILED")
     winner.until("every rank in the middle of a step", winner.files("at", 2))
     for rank in (0, 1):
         error = (loser.folder / f"error-0.rank-{rank}").read_text()
