@@ -72,7 +72,7 @@ class Ending:
         self._behind.close(1.0)
         if self._owned is not None:
             self._owned.close(min(self._limit, 5.0))
-        self._group.abandon()
+        self._group.abandon(self._background.gate.place[0])
 
     def leave_after(self, value: BaseException) -> None:
         """``leave``, as ``value`` goes on. Local: the others may be anywhere, and nothing may hide the exception in flight.

@@ -245,7 +245,7 @@ class Gatekeeper:
                 answers = dict(zip(keys, client.get(list(keys.values())), strict=True))
                 client.delete(list(keys.values()))
                 act = self._with_doubts(act, answers, absent)
-                at = _boundary(answers)
+                at = _boundary(answers, self._left_at(client, absent) if act.kind == "failed" else 0)
                 self._tell(client, "act", {"at": at, "act": act.to_json()}, absent)
                 log.debug("all ranks act at boundary %d: %s (%s)", at, act.kind, act.reason)
                 return
@@ -258,6 +258,12 @@ class Gatekeeper:
             if not left:
                 log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)
                 self._runtime.sleep(RETRY)
+
+    def _left_at(self, client: Client, absent: set[int]) -> int:
+        """The last boundary of the ranks that said goodbye. One that met a failed save in its own ``save`` raised there, after
+        that boundary, and left before this freeze: the others must not raise at it, but where that rank did (P5)."""
+        byes = [client.peek(bye_key(rank)) or {} for rank in sorted(absent)]
+        return max((int(bye.get("ordinal", 0)) for bye in byes), default=0)
 
     def _tell(self, client: Client, op: str, data: dict[str, Any], absent: set[int]) -> None:
         for rank in range(self._world):
@@ -281,12 +287,12 @@ class Gatekeeper:
         return Act("error", act.reason, {"error": to_wire(error)})
 
 
-def _boundary(answers: dict[int, dict[str, Any]]) -> int:
-    """The first one that every rank can still reach. With a rank in ``close`` there is none but the end, where every rank
-    faces what has failed: the others must not leave by an exception while that one waits for them in its last round."""
+def _boundary(answers: dict[int, dict[str, Any]], passed: int = 0) -> int:
+    """The first one after ``passed`` that every rank can still reach. With a rank in ``close`` there is none but the end, where
+    every rank faces what has failed: the others must not leave by an exception while that one waits in its last round."""
     if any(answer["closing"] for answer in answers.values()):
         return AT_CLOSE
-    return max(int(answer["ordinal"]) for answer in answers.values()) + 1
+    return max(passed, *(int(answer["ordinal"]) for answer in answers.values())) + 1
 
 
 def _lost(absent: set[int]) -> DistckptError:

@@ -115,8 +115,8 @@ class Group:
             log.debug("closing without a goodbye: %s", error)
         self._drop()
 
-    def abandon(self) -> None:
-        """Stop without a collective: an exception is in flight, and the others may be anywhere. Local.
+    def abandon(self, place: int = 0) -> None:
+        """Stop without a collective, after boundary ``place``: an exception is in flight, and the others may be anywhere. Local.
 
         When all ranks raise the same error, the others may still be reading it: rank 0's store stays until they have
         left as well, or for two seconds, so that nobody gets a CoordinatorLost in its place (P4).
@@ -128,7 +128,7 @@ class Group:
             if self.rank == 0:
                 self._goodbyes(_LEAVING)
             else:
-                client.set(bye_key(self.rank), {})
+                client.set(bye_key(self.rank), {"ordinal": place})
         except CoordinatorLost as error:
             log.debug("leaving without a goodbye: %s", error)
         self._drop()

@@ -249,6 +249,15 @@ def test_rank_0_does_not_wait_for_the_goodbye_of_the_dead() -> None:
     assert any(run.fired and not run.errors for run in runs), "none was killed after the last round"
 
 
+@pytest.mark.parametrize("seed", [1600004900011196, 1600004900012471])
+def test_who_met_the_failure_in_its_own_save_and_left_is_not_forgotten(seed: int) -> None:
+    """It passed the boundary before that save; the others, asked after it had left, must not raise at that boundary (P5)."""
+    runs = [Case("leaving", 3, seed, (f"fail:0@{at}:EIO",)).run() for at in range(76, 88)]
+    assert [run.violations for run in runs] == [[]] * len(runs)
+    assert any({rank: type(error) for rank, error in run.errors.items()} == {0: SaveError, 1: SaveError, 2: KeyError}
+               for run in runs)
+
+
 @pytest.mark.parametrize("seed, fault", [(100000827, "fail:0@94:EIO"), (100001564, "fail:0@85:ENOSPC")])
 def test_on_another_host_a_rank_that_leaves_by_an_exception_is_missed_at_the_deadline(seed: int, fault: str) -> None:
     assert Case("leaving", seed=seed, faults=(fault,), apart=True).run().violations == []
