@@ -23,11 +23,16 @@ from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.framework import Held, all_or_none
 from distckpt.payloads.live import Live
 from distckpt.saving.files import RankFiles
-from distckpt.saving.staging import tensors_of
+from distckpt.saving.staging import pointer, tensors_of
 
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _KEYS = "distckpt_client_state"
 _NOWHERE = "/nowhere/checkpoint"
+
+# Hybrid engines write weights in forward; ZenFlow, SuperOffload and Muon write moments before or beside their optimizer's step.
+_ENGINES = ("DeepSpeedEngine", "PipelineEngine")
+_WRAPPERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer",
+             "FP16_UnfusedOptimizer")
 
 
 class DeepSpeed:
@@ -103,12 +108,14 @@ class DeepSpeed:
         return _Staged(self._engine, tree)
 
     def live(self) -> Live:
-        """All of it is copied before training goes on. Experts are cloned by DeepSpeed when it is asked for them: only a save
-        asks."""
+        """Experts are cloned by DeepSpeed when it is asked for them: only a save asks."""
         engine = self._engine
         if engine.has_moe_layers or not _at_boundary(engine):
             return Live()
-        return Live(moving=tensors_of(self.tree()), complete=bool(engine.zero_optimization() or engine.global_steps))
+        optimizers, stepped = _stepped(engine)
+        tensors = tensors_of(self.tree())
+        steady, moving = ([t for t in tensors if (pointer(t) in stepped) is wanted] for wanted in (True, False))
+        return Live(steady, moving, optimizers, complete=bool(engine.zero_optimization() or engine.global_steps))
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -382,6 +389,22 @@ def _at_boundary(engine: Any) -> bool:
     if told is not None:
         return bool(told)
     return int(engine.micro_steps) % int(engine.gradient_accumulation_steps()) == 0
+
+
+def _stepped(engine: Any) -> tuple[list[Any], set[int]]:
+    """The torch optimizers inside ``engine``, and the memory that nothing changes before one of them begins a step: weights (its
+    wrapper derives them from what was stepped), their fp32 partitions and moments. Nothing, where that is not known."""
+    basic, wrapper = engine.basic_optimizer, engine.optimizer
+    if (not isinstance(basic, torch.optim.Optimizer) or "muon" in type(basic).__name__.lower()
+            or type(engine).__name__ not in _ENGINES or wrapper is not basic and type(wrapper).__name__ not in _WRAPPERS):
+        return [], set()
+    optimizers = [basic, *filter(None, [getattr(wrapper, "backup_optimizer", None)])]  # the latter steps what is not offloaded
+    tensors = list(engine.module.parameters())
+    for optimizer in optimizers:
+        tensors += [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [*optimizer.state, *tensors_of(list(optimizer.state.values()))]  # ZeRO-3 empties the groups between steps
+    buffers = {pointer(b) for b in engine.module.buffers()}
+    return optimizers, {pointer(t) for t in tensors} - buffers - {0}
 
 
 def _is_spread(engine: Any) -> bool:
