@@ -60,7 +60,7 @@ def _rows(name: str, size: str, found: Found, stall: float | None) -> Iterator[R
         yield row(f"{name}: save returns / {theirs}", found, "background", theirs, 0, stall if theirs == own else None, size)
         yield row("the same in CPU time of the training thread", found, "background", theirs, 2)
     if "overlap" in found:
-        yield row(f"{name}: staging='overlap', call + fence / {own}", found, "overlap", own, 0, stall,
+        yield row(f"{name}: overlap, call + fence / {own}", found, "overlap", own, 0, stall,
                   f"{size}; forward and backward stand between call and fence")
         yield row("the same in CPU time of the training thread", found, "overlap", own, 2)
 
