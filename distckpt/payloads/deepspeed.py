@@ -20,10 +20,11 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, ResumeError, WorldMismatch
 from distckpt.payloads import torchfile, whole
 from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.dsengine import at_boundary, check_step, is_spread, stepped
 from distckpt.payloads.framework import Held, all_or_none
 from distckpt.payloads.live import Live
 from distckpt.saving.files import RankFiles
-from distckpt.saving.staging import tensors_of
+from distckpt.saving.staging import pointer, tensors_of
 
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _KEYS = "distckpt_client_state"
@@ -58,7 +59,7 @@ class DeepSpeed:
 
     def check(self) -> None:
         engine = self._engine
-        if not _at_boundary(engine):
+        if not at_boundary(engine):
             raise ConfigError(f"a DeepSpeed engine can be saved at a gradient accumulation boundary only, and this is micro step "
                               f"{engine.micro_steps} of {engine.gradient_accumulation_steps()} to a step: the gradients so far "
                               "are in no checkpoint. Save right after the engine.step() that raises engine.global_steps")
@@ -68,7 +69,7 @@ class DeepSpeed:
                               "of the DeepSpeed configuration and save with background=True")
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        _check_step(self._engine.global_steps, ranks)
+        check_step(self._engine.global_steps, ranks)
         save_dir, tag = os.path.split(files.directory)
         with claiming(self._engine, files):
             self._engine.save_checkpoint(save_dir, tag=tag, client_state=self._client(), save_latest=False, **self._options)
@@ -103,12 +104,14 @@ class DeepSpeed:
         return _Staged(self._engine, tree)
 
     def live(self) -> Live:
-        """All of it is copied before training goes on. Experts are cloned by DeepSpeed when it is asked for them: only a save
-        asks."""
+        """Experts are cloned by DeepSpeed when it is asked for them: only a save asks."""
         engine = self._engine
-        if engine.has_moe_layers or not _at_boundary(engine):
+        if engine.has_moe_layers or not at_boundary(engine):
             return Live()
-        return Live(moving=tensors_of(self.tree()), complete=bool(engine.zero_optimization() or engine.global_steps))
+        optimizers, fenced = stepped(engine)
+        tensors = tensors_of(self.tree())
+        steady, moving = ([t for t in tensors if (pointer(t) in fenced) is wanted] for wanted in (True, False))
+        return Live(steady, moving, optimizers, complete=bool(engine.zero_optimization() or engine.global_steps))
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class DeepSpeed:
         if self._load_options.get("load_optimizer_states") is False and engine.zero_optimization_partition_weights():
             raise ConfigError("with load_optimizer_states=False, ZeRO-3 takes the weights from what 'latest' names, "
                               "whichever was asked for (DeepSpeed issue 8499): load the optimizer's state as well")
-        if checkpoint.world != ranks.world and _is_spread(engine):
+        if checkpoint.world != ranks.world and is_spread(engine):
             raise WorldMismatch(
                 f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not "
                 f"reshard what it spread over them. Load with {checkpoint.world} ranks, or convert it to a universal checkpoint: "
@@ -163,7 +166,7 @@ class _Staged:
         """It was checked when it was copied."""
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
-        _check_step(self._tree["step"], ranks)
+        check_step(self._tree["step"], ranks)
         for name, state in self._tree["files"].items():
             _write(self._engine.checkpoint_engine, state, files, name)
         if self._tree["scripts"]:
@@ -371,26 +374,3 @@ def _reading(engine: Any, checkpoint: Checkpoint) -> Iterator[None]:
         yield
     finally:
         engine.checkpoint_engine = own
-
-
-# -- what an engine is ---------------------------------------------------------------------------------------------------
-
-
-def _at_boundary(engine: Any) -> bool:
-    """Whether the last micro step ended a step. Who counts on its own (Accelerate) has told the engine."""
-    told = getattr(engine, "_is_gradient_accumulation_boundary", None)
-    if told is not None:
-        return bool(told)
-    return int(engine.micro_steps) % int(engine.gradient_accumulation_steps()) == 0
-
-
-def _is_spread(engine: Any) -> bool:
-    """Whether another number of ranks would need other files."""
-    return bool(engine.zero_optimization() or hasattr(engine.optimizer, "dp_process_group") or engine.has_moe_layers
-                or hasattr(engine.module, "ckpt_layer_path") or engine.mp_world_size > 1)
-
-
-def _check_step(steps: int, ranks: Ranks) -> None:
-    if ranks.step is not None and ranks.step != steps:
-        raise ConfigError(f"save of step {ranks.step}: engine.global_steps is {steps}, and a DeepSpeed engine goes on from that "
-                          "one; pass it as the step")

@@ -54,11 +54,15 @@ def _environment() -> dict[str, str]:
 
 
 def _rows(name: str, size: str, found: Found, stall: float | None) -> Iterator[Row]:
-    own, *behind = (variant for variant in found if variant not in ("sync", "background"))
+    own, *behind = (variant for variant in found if variant not in ("sync", "background", "overlap"))
     yield row(f"{name}: durable save / {own} + fsync", found, "sync", own, 1, 1.05, size)
     for theirs in (own, *behind):
         yield row(f"{name}: save returns / {theirs}", found, "background", theirs, 0, stall if theirs == own else None, size)
         yield row("the same in CPU time of the training thread", found, "background", theirs, 2)
+    if "overlap" in found:
+        yield row(f"{name}: overlap, call + fence / {own}", found, "overlap", own, 0, stall,
+                  f"{size}; forward and backward stand between call and fence")
+        yield row("the same in CPU time of the training thread", found, "overlap", own, 2)
 
 
 def _rank(rank: int, world: int, which: str, place: str, size: int, turns: int) -> Found:
@@ -84,9 +88,11 @@ class _Job:
         return torch.nn.Sequential(torch.nn.Linear(_INPUTS, _WIDTH), *(m for _ in range(layers) for m in (
             torch.nn.ReLU(), torch.nn.Linear(_WIDTH, _WIDTH))))
 
-    def measure(self, saver: Saver, own: dict[str, Own]) -> Found:
+    def measure(self, saver: Saver, own: dict[str, Own], between: Callable[[], Any] | None = None) -> Found:
+        """``between``: what training does from a save to the step after it, where ``saver`` can copy beside that."""
+        overlap = {} if between is None else {"overlap": partial(saver.overlap, between)}
         variants: dict[str, Callable[[int], Times]] = {
-            "sync": saver.synchronous, "background": saver.background,
+            "sync": saver.synchronous, "background": saver.background, **overlap,
             **{name: partial(self._own, f"{self.place}/{index}", call) for index, (name, call) in enumerate(own.items())}}
         return rotate({name: partial(self._at_rest, once) for name, once in variants.items()}, self.turns, min(self.turns, 9))
 
@@ -175,8 +181,12 @@ def _deepspeed(job: _Job) -> Found:
     from tests.frameworks.dsranks import engine
 
     made = engine(2, job.net(copies=4))
-    for _ in range(made.gradient_accumulation_steps()):
+
+    def forward_and_backward() -> None:
         made.backward(made(torch.randn(4, _INPUTS)).square().mean())
+
+    for _ in range(made.gradient_accumulation_steps()):
+        forward_and_backward()
         made.step()
     manager, state = job.manager(), DeepSpeed(made)
 
@@ -184,7 +194,8 @@ def _deepspeed(job: _Job) -> Found:
         made.global_steps = step  # as a step would, and DeepSpeed's are the checkpoint's
         return manager.save(step, state, **how)
 
-    return job.measure(Saver(manager, save), {"save_checkpoint": lambda path: made.save_checkpoint(path, tag="own")})
+    return job.measure(Saver(manager, save), {"save_checkpoint": lambda path: made.save_checkpoint(path, tag="own")},
+                       forward_and_backward)
 
 
 def _accelerate(job: _Job) -> Found:

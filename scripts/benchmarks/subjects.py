@@ -76,6 +76,20 @@ class Saver:
         self.end()
         return stall, durable, cpu
 
+    def overlap(self, between: Callable[[], Any], turn: int) -> Times:
+        """The seconds in ``save`` and those until the copy is done that is left after ``between``."""
+        begun, cpu = time.perf_counter(), time.thread_time()
+        called, _ = self.begin(background=True, staging="overlap")
+        cpu = time.thread_time() - cpu
+        between()
+        fenced, cpu = time.perf_counter(), cpu - time.thread_time()
+        self.manager.staged()
+        fence, cpu = time.perf_counter() - fenced, cpu + time.thread_time()
+        self.manager.wait()
+        durable = time.perf_counter() - begun
+        self.end()
+        return called + fence, durable, cpu
+
     def synchronous(self, turn: int) -> Times:
         cpu = time.thread_time()
         took, _ = self.begin()

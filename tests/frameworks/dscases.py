@@ -127,7 +127,10 @@ def compares(rank: int, world: int, root: str, zero: int) -> list[tuple[str, boo
         kinds[0].save(made.global_steps, DeepSpeed(made))
         kinds[1].save(made.global_steps, DeepSpeed(made), background=True)
         manager.wait()
-    one, other = (Path(root, f"step-1-{kind}") for kind in ("sync", "behind"))
+    return same_files(*(Path(root, f"step-1-{kind}") for kind in ("sync", "behind")))
+
+
+def same_files(one: Path, other: Path) -> list[tuple[str, bool]]:
     names = {p.name for p in one.iterdir()} | {p.name for p in other.iterdir()}
     return [(name, digest(_read(one / name)) == digest(_read(other / name))) for name in sorted(names - {"commit.json"})]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,13 @@ from typing import Any
 import torch
 
 import distckpt
+from distckpt.errors import SaveError
 from distckpt.payloads.deepspeed import DeepSpeed
+from distckpt.payloads.live import live_of
+from distckpt.saving.arena import size_of
+from distckpt.saving.staging import Device, pointer, tensors_of
 from tests.frameworks import dsranks
+from tests.frameworks.dscases import same_files
 from tests.frameworks.dsranks import engine, final, step
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -51,6 +58,86 @@ def variants(rank: int, world: int, root: str) -> list[str]:
         assert one == two_, name
         good.append(name)
     return good
+
+
+OVERLAPPING: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"{kind}, ZeRO {zero}": (zero, more) for zero in range(4) for kind, more in (
+        ("fp32", {}), ("bf16", {"bf16": {"enabled": True}}))},
+    "optimizer in host memory": VARIANTS["optimizer in host memory"],
+    "gradients clipped": (2, {"gradient_clipping": 0.01}),
+    "running statistics": (2, {"model": torch.nn.Sequential(torch.nn.Linear(dsranks.WIDTH, 32), torch.nn.BatchNorm1d(32))}),
+    "bf16 with gradients in fp32": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+
+
+class _Late(Device):
+    """Copies off the training thread begin when that thread waits for them, or has gone past where it should have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.copying = threading.Event(), None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            until = time.monotonic() + 30
+            while not self.go.wait(0.005) and (self.copying is None or self.copying._since is None):
+                assert time.monotonic() < until, "the training thread neither came to the fence nor past it"
+        target.copy_(source)
+
+
+def overlaps(rank: int, world: int, root: str) -> dict[str, tuple[int, int, bool]]:
+    """By kind of engine: (bytes still to be copied when a save with staging="overlap" returned, bytes of the state without its
+    buffers, whether its files are those of a sync save before it though a step followed at once)."""
+    told = {}
+    for name, (zero, more) in OVERLAPPING.items():
+        kind, at = torch.bfloat16 if "bf16" in more else torch.float32, os.path.join(root, name)
+        made = engine(zero, **more)
+        state = DeepSpeed(made)
+        with distckpt.CheckpointManager(at) as manager:
+            step(made, kind)
+            manager.series("sync").save(1, state)
+            device = _Late()
+            manager._behind.device = device
+            before, buffers = final(made), {pointer(b) for b in made.module.buffers()}
+            size = size_of(t for t in tensors_of(state.tree()) if pointer(t) not in buffers)
+            manager.series("behind").save(1, state, background=True, staging="overlap")
+            copying = device.copying = manager._behind._copying
+            late = 0 if copying is None else size_of(source for _, _, source in copying._later)
+            step(made, kind)
+            device.go.set()
+            manager.wait()
+            assert final(made) != before or not size, name
+        told[name] = late, size, all(same for _, same in same_files(*(Path(at, f"step-1-{s}") for s in ("sync", "behind"))))
+    for owner, other in ((made, "DeepSpeedHybridEngine"), (made.optimizer, "ZenFlowZeroOptimizer"),
+                         (made.basic_optimizer, "MuonWithAuxAdam")):  # they change their state outside of a step too
+        kind_of = type(owner)
+        owner.__class__ = type(other, (kind_of,), {})
+        assert live_of(state).pointers == set(), other
+        owner.__class__ = kind_of
+    return told
+
+
+def meddles(rank: int, world: int, root: str, zero: int) -> tuple[str, bool]:
+    """What is said when a weight changes in forward while it is staged; and whether the next save works."""
+    made = engine(zero)
+    made.module[0].register_forward_pre_hook(lambda layer, given: (layer.bias.data.add_(1.0), given)[1])
+    with distckpt.CheckpointManager(root, check_staging=True) as manager:
+        device = manager._behind.device = _Late()
+        step(made)
+        try:
+            manager.save(1, DeepSpeed(made), background=True, staging="overlap")
+            device.copying = manager._behind._copying
+            step(made)
+            manager.wait()
+            said = ""
+        except SaveError as error:
+            said = str(error)
+        manager.save(2, DeepSpeed(made), background=True, staging="overlap")
+        manager.wait()
+        return said, manager.latest_step() == 2
 
 
 def several(rank: int, world: int, root: str) -> list[str]:
@@ -134,7 +221,7 @@ def _there_and_back(root: str, make: Callable[[], Any], advance: Callable[[Any, 
         advance(made, 1)
         manager.save(1, DeepSpeed(made))
         advance(made, 2)
-        manager.save(2, DeepSpeed(made), background=True)
+        manager.save(2, DeepSpeed(made), background=True, staging="overlap")
         advance(made, 3)
         manager.wait()
         wanted = final(made)

@@ -30,6 +30,7 @@ from distckpt.durable import REAL
 from distckpt.options import Seams
 from distckpt.testing.faults import Fault, FaultyFiles, Operation, call
 from tests.frameworks.stage import Stage
+from tests.inprocess import events
 
 WORLD, STEPS, EVERY, FATAL = 2, 6, 2, 4
 
@@ -138,19 +139,31 @@ class Story:
 
     def killed(self, plain: list[str], point: str, who: int | str, background: bool) -> Path:
         """Killed in the save of step 4, started again: it goes on from the newest committed checkpoint, to the same end."""
-        root = self._root(f"{point}-{who}", background)
+        return self._goes_on(self._root(f"{point}-{who}", background), plain, [(point, who)], background)
+
+    def killed_thrice(self, plain: list[str], background: bool) -> Path:
+        """``killed`` at each of the three points, each time in the run that goes on from the one before: for frameworks whose
+        start takes longer than the test. What it goes on from the first two times is one checkpoint, whose bits the end shows."""
+        return self._goes_on(self._root("thrice", background), plain, KILLS[background], background)
+
+    def _goes_on(self, root: Path, plain: list[str], kills: list[tuple[str, int | str]], background: bool) -> Path:
         pids = root.parent / f"{root.name}.pids"
         pids.mkdir(parents=True)
-        ends = self._stage.run(WORLD, _victim, self._train, self._job(root, background), point, who, self._name(FATAL),
-                               str(pids), limit=self._limit)
-        struck = [rank for rank, end in enumerate(ends) if end.killed == signal.SIGKILL]
-        wanted = list(range(WORLD)) if who == "all" else [who]
-        assert struck == wanted, f"{point}: {wanted} should have been killed, {struck} were\n" + "\n".join(map(str, ends))
-        for rank, end in enumerate(ends):
-            assert rank in struck or end.error, f"rank {rank} went on as if nothing had happened: {end}"
+        for point, who in kills:
+            ends = self._stage.run(WORLD, _victim, self._train, self._job(root, background), point, who, self._name(FATAL),
+                                   str(pids), limit=self._limit)
+            struck = [rank for rank, end in enumerate(ends) if end.killed == signal.SIGKILL]
+            wanted = list(range(WORLD)) if who == "all" else [who]
+            assert struck == wanted, f"{point}: {wanted} should have been killed, {struck} were\n" + "\n".join(map(str, ends))
+            for rank, end in enumerate(ends):
+                assert rank in struck or end.error, f"rank {rank} went on as if nothing had happened: {end}"
         told = self._stage.values(WORLD, self._train, self._job(root, background), limit=self._limit)
-        assert [t.started for t in told] == [RESUMES_AT[point]] * WORLD, f"{point}, {who}"
-        assert [t.final for t in told] == plain, f"{point}, {who}: not what an uninterrupted run ends with"
+        steps = [RESUMES_AT[point] for point, _ in kills]
+        assert [t.started for t in told] == steps[-1:] * WORLD, kills
+        resumed = events(root, "resumed")
+        assert [r["step"] for r in resumed] == steps, kills
+        assert len({r["attempt"] for r in resumed}) == len(set(steps)), f"{kills}: not from the one checkpoint of its step"
+        assert [t.final for t in told] == plain, f"{kills}: not what an uninterrupted run ends with"
         return root
 
     def _job(self, root: Path, background: bool) -> Job:

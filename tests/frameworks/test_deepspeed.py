@@ -115,6 +115,19 @@ def test_other_settings_of_an_engine(stage: Stage, tmp_path: Path) -> None:
         assert good == list(dskinds.VARIANTS)
 
 
+def test_a_copy_beside_the_next_step_is_of_the_moment_of_the_save(stage: Stage, tmp_path: Path) -> None:
+    for rank, told in enumerate(stage.values(2, dskinds.overlaps, str(tmp_path), limit=120)):
+        assert list(told) == list(dskinds.OVERLAPPING)
+        for name, (late, size, same) in told.items():
+            assert same, f"rank {rank}, {name}: the copy mixes two moments"
+            assert late == size and (size or rank and name.endswith("ZeRO 0")), f"rank {rank}, {name}: {late} of {size} bytes"
+
+
+def test_a_weight_that_changes_while_it_is_staged_is_named(stage: Stage, tmp_path: Path) -> None:
+    for said, next_one in stage.values(2, dskinds.meddles, str(tmp_path / "root"), 2):
+        assert "module.0.bias changed while being staged" in said and next_one, said
+
+
 def test_several_engines_in_one_checkpoint(stage: Stage, tmp_path: Path) -> None:
     for folders in stage.values(2, dskinds.several, str(tmp_path / "root")):
         assert folders == ["step-2/actor", "step-2/critic", "step-2/rest"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.frameworks import test_accelerate, test_transformers
 from tests.frameworks.stage import Stage, staged
-from tests.frameworks.story import KILLS, Story
+from tests.frameworks.story import Story
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
@@ -36,7 +36,7 @@ def test_accelerate_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
     for background in (False, True):
         root = story.saved(plain, background)
         assert_engines(root / "step-6" / "pytorch_model")
-        story.killed(plain, *KILLS[background][int(background)], background)
+        story.killed_thrice(plain, background)
 
 
 @pytest.mark.xdist_group("hf-deepspeed")
@@ -48,4 +48,4 @@ def test_B31_trainer_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
         assert_engines(root / "checkpoint-6" / "global_step6")
         assert (root / "checkpoint-6" / "latest").read_text() == "global_step6"
         assert (root / "checkpoint-6" / "zero_to_fp32.py").exists()
-        story.killed(plain, *KILLS[background][int(background)], background)
+        story.killed_thrice(plain, background)

@@ -16,7 +16,7 @@ from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
 from distckpt.payloads import memory
 from tests.frameworks.hftools import broken, counted, full, hashes, lost, saving, short, without_us
 from tests.frameworks.stage import Stage, staged
-from tests.frameworks.story import KILLS, Job, Story, Told, digest
+from tests.frameworks.story import Job, Story, Told, digest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -101,7 +101,7 @@ def test_B32_story_of_fsdp2(stage: Stage, tmp_path: Path) -> None:
     for background in (False, True):
         root = story.saved(plain, background)
         assert (root / "checkpoint-6" / "pytorch_model_fsdp_0" / "__1_0.distcp").exists()
-        story.killed(plain, *KILLS[background][int(background)], background)
+        story.killed_thrice(plain, background)
 
 
 @pytest.mark.xdist_group("transformers")
