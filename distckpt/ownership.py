@@ -99,6 +99,8 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
         runtime.sleep(2.0)
         if _beat_of(files, layout, generation, first) != first:
             return _in_use(layout, owner, generation, _age(value, runtime))
+        if released(files, layout, generation):
+            return None  # it ended while it was watched: its counter stands still for that
     return None
 
 
