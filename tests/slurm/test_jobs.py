@@ -90,6 +90,25 @@ def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_ti
     assert again.output().count(warning) == 1 and "twice a step of" in again.output(), "without a step"
 
 
+def test_a_heterogeneous_job_of_one_step_is_requeued_as_one(cluster: Cluster, tmp_path: Path) -> None:
+    """Two components, and the first one on the node that comes second in the list: rank 0 is there."""
+    text = (REPOSITORY / "slurm/srun.sbatch").read_text()
+    (tmp_path / "het.sbatch").write_text(text.replace("srun --kill", "srun --het-group=0,1 --kill"))
+    options = ["--nodes=1", "--nodelist=n2", "--ntasks-per-node=2", ":", "--nodes=1", "--nodelist=n1", "--ntasks-per-node=1",
+               "--cpus-per-task=2"]
+    script = str(REPOSITORY / "tests/slurm/steps.py")
+    job = cluster.submit(tmp_path, str(tmp_path / "het.sbatch"), *options, SCRIPT=script, ARGS=f"{tmp_path} {TOTAL + 60}")
+    job.until("every rank in the middle of a step", job.files("at", 3))
+    job.cancel("--signal=USR1")
+    (tmp_path / "go").touch()
+    over(job)
+    assert job.field("Restarts") == "1"
+    for rank in range(3):
+        first, second = report(tmp_path, 0, rank), report(tmp_path, 1, rank)
+        assert first["stopped"] and first["ended"] == second["started"] < second["ended"] == TOTAL + 60
+        assert (first["world"], first["kind"], first["target"]) == (3, "slurm", job.number)
+
+
 def test_lists_of_nodes_are_read_as_scontrol_reads_them(cluster: Cluster) -> None:
     for text in ("n1", "n[1-3,7],m2", "n[003-010,12],m1", "r[1-2]n[1-2]", "a-b.c.d"):
         assert list(expand(text)) == cluster.run("scontrol", "show", "hostnames", text).split()
