@@ -69,6 +69,7 @@ class OwnedRoot:
         self.users = 1
         self._examined: dict[str, Marker] = {}
         self._synced: set[str] = set()
+        self._sizes: dict[str, int | None] = {}
         self._foreign_reported = False
         self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
 
@@ -163,6 +164,24 @@ class OwnedRoot:
         """Remember a checkpoint that this process committed itself."""
         self._examined[found.head.attempt] = found
         self._synced.add(found.head.attempt)
+        self._sizes[found.head.series] = found.size
+
+    def needed(self, series: str) -> int | None:
+        """Bytes that a save of ``series`` will take on this disk, judging by the newest one; None for the first."""
+        if series not in self._sizes:
+            self._sizes[series] = None
+            try:
+                for entry in self.entries():
+                    if entry.series == series and entry.committed:
+                        self._sizes[series] = catalog.read_marker(self.files, self.layout.final(entry.name)).size
+                        break
+            except (MarkerError, OSError) as error:
+                log.debug("cannot tell how large the next save will be: %s", error)
+        return self._sizes[series]
+
+    def trash_went(self, timeout: float) -> bool:
+        """Wait for what is being deleted; whether there was any, and it is gone: there is more room than before."""
+        return not self.janitor.wait(0) and self.janitor.wait(timeout)
 
     def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
         """Checkpoints of another run that stand in this root; reported once, left alone."""

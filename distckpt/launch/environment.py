@@ -131,8 +131,8 @@ def _rank(environ: Mapping[str, str], name: str) -> int:
 
 
 def _nodes(environ: Mapping[str, str]) -> str | None:
-    """The nodes of this step, that of rank 0 first. SLURM sorts them by name; where a step spans the components of a heterogeneous
-    job, rank 0 is in the first of these, wherever that stands in the alphabet."""
+    """The nodes of this step, that of rank 0 first. SLURM sorts them by name; where a step spans the components of a
+    heterogeneous job, rank 0 is in the first of these, wherever that stands in the alphabet."""
     found = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or None
     leading = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0")
     if found is None or not leading:

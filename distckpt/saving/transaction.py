@@ -63,9 +63,10 @@ class Transaction:
     def begin(self, report: Report) -> RankFiles | None:
         """The files to write into; None when the step is there already and is skipped. Raises alike on every rank."""
         decide: Callable[[dict[int, Report]], Report] = self._committer.begin if self._committer else _never
+        room = self._parts.room(self.request.series) if self._parts else {}
         try:
             verdict = self._call.round({
-                **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
+                **report, **room, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
                 "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
         except BaseException as error:
             if self._committer is not None:
