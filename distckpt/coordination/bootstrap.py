@@ -285,8 +285,8 @@ def _from_slurm(launch: Launch, runtime: Runtime) -> Bootstrap:
     here = os.environ.get("SLURMD_NODENAME")
     told = launch.address or os.environ.get(ADDRESS_VARIABLE)
     if rank == 0 and here and launch.nodelist and host != here and not told:
-        raise ConfigError(f"rank 0 runs on {here}, and the other ranks look for it on {host}, the first of {launch.nodelist}: the "
-                          f"tasks are not in the order of the nodes. Set MASTER_ADDR={here} for every rank")
+        raise ConfigError(f"rank 0 runs on {here}, and the other ranks look for it on {host}, the first of {launch.nodelist}: "
+                          f"the tasks are not in the order of the nodes. Set MASTER_ADDR={here} for every rank")
     said = os.environ.get(PORT_VARIABLE, "")
     port = int(said) if said.isdecimal() else launch.port(STORE)
     number = _counts.get("slurm", 0)

@@ -69,8 +69,9 @@ class DeepSpeed:
                               "of the DeepSpeed configuration and save with background=True")
 
         if engine.use_node_local_storage() and 0 < detect().local_world < engine.world_size:
-            raise ConfigError("'checkpoint.use_node_local_storage' has every node write a copy of the same files, and a checkpoint "
-                              "on storage that all nodes share has each of them once: leave it out of the DeepSpeed configuration")
+            raise ConfigError("'checkpoint.use_node_local_storage' has every node write a copy of the same files, and a "
+                              "checkpoint on storage that all nodes share has each of them once: leave it out of the DeepSpeed "
+                              "configuration")
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         _check_step(self._engine.global_steps, ranks)

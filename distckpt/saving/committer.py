@@ -186,8 +186,8 @@ class Committer:
         for rank, free, needed in rooms:
             if free < needed:
                 raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} "
-                               f"({self.group.hosts.get(rank)}) at {self.owned.layout.root}: {free} bytes are free, the last checkpoint took {needed}; nothing "
-                               "was written and the checkpoints before it are untouched. Free space, lower keep_last, or save "
+                               f"({self.group.hosts.get(rank)}) at {self.owned.layout.root}: {free} bytes are free, the "
+                               f"last checkpoint took {needed}; nothing was written and the checkpoints before it are untouched. Free space, lower keep_last, or save "
                                "elsewhere", step=request.step, attempt=None, background=False, failures={}, outcome="aborted",
                                needed=needed, free=free, path=self.owned.layout.root)
 
