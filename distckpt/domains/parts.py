@@ -147,7 +147,7 @@ class Parts:
             self._found = replace(draft, head=head, files=entries, host=self._group.identity.host)
             with owned.lock:
                 self._replaces = go.replace if self._rank == 0 else retire.makes_way(owned, go.name)
-                outcome = commit.prepare(owned, self._found)
+                outcome = commit.prepare(owned, self._found, self._patience)
             if outcome is None:
                 self._marked = True
                 return None

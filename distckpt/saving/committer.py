@@ -17,6 +17,7 @@ from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, S
 from distckpt.layout import MAIN, Naming
 from distckpt.marker import FileEntry, Head, Marker
 from distckpt.owned import OwnedRoot
+from distckpt.patience import Patience
 from distckpt.retention import Policy
 from distckpt.saving.commit import Outcome, commit
 from distckpt.saving.hooks import journal_failures
@@ -186,10 +187,11 @@ class Committer:
         for rank, free, needed in rooms:
             if free < needed:
                 raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} "
-                               f"({self.group.hosts.get(rank)}) at {self.owned.layout.root}: {free} bytes are free, the "
-                               f"last checkpoint took {needed}; nothing was written and the checkpoints before it are untouched. Free space, lower keep_last, or save "
-                               "elsewhere", step=request.step, attempt=None, background=False, failures={}, outcome="aborted",
-                               needed=needed, free=free, path=self.owned.layout.root)
+                               f"({self.group.hosts.get(rank)}) at {self.owned.layout.root}: {free} bytes are free, the last "
+                               f"checkpoint took {needed}; nothing was written and the checkpoints before it are untouched. "
+                               "Free space, lower keep_last, or save elsewhere", step=request.step, attempt=None,
+                               background=False, failures={}, outcome="aborted", needed=needed, free=free,
+                               path=self.owned.layout.root)
 
     # -- acks and commit -----------------------------------------------------------------------------------------
 
@@ -204,11 +206,11 @@ class Committer:
             payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
 
     def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]],
-               slowest: tuple[int, float]) -> Report:
+               slowest: tuple[int, float], patience: Patience) -> Report:
         """Marker, publish; the committed verdict, or the SaveError that says aborted or unknown."""
         found = replace(self.draft(go, notes), files=in_order(acked))
         with self.owned.lock:
-            outcome = commit(self.owned, found, replace=go.replace)
+            outcome = commit(self.owned, found, replace=go.replace, patience=patience)
         self.owned.live.discard(go.attempt)
         if outcome.state != "committed":
             raise self.failed(go, outcome) from outcome.error

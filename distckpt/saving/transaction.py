@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from distckpt.coordination.group import Group
@@ -213,7 +214,7 @@ class Transaction:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
-                commit = self._parts.commit if self._parts else self._committer.commit
+                commit = self._parts.commit if self._parts else partial(self._committer.commit, patience=self._patience)
                 verdict: Report = commit(go, acked, notes, _slowest(reports))
             else:
                 self._client.claim(self._decision, {"aborted": None})
