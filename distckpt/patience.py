@@ -52,8 +52,8 @@ class Patience:
                 self._moving()
 
     def over(self, files: Files) -> Files:
-        """``files``, whose looks are asked again while they are stale: that is no word of what is there, and no reason yet to give
-        up a claim, a recovery or a commit. What is gone is gone at once."""
+        """``files``, whose looks are asked again while they are stale: that is no word of what is there, and no reason yet to
+        give up a claim, a recovery or a commit. What is gone is gone at once."""
         return _Looking(files, self) if self.seconds else files
 
     def again(self, do: Callable[[], T], passing: tuple[int, ...] = PASSING) -> T:
