@@ -63,6 +63,19 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
     assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
 
 
+def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM tells every rank and the job script, as before a requeue: all save, and neither a rank nor the script starts it again."""
+    job = submit(cluster, tmp_path, "--nodes=1", total=TOTAL + 60)
+    job.until("every rank in the middle of a step", job.files("at", 2))
+    job.cancel()
+    (tmp_path / "go").touch()
+    over(job, "CANCELLED")
+    first = report(tmp_path, 0)
+    assert "SIGTERM on rank" in first["stopped"] and (tmp_path / f"root/step-{first['ended']}/commit.json").exists()
+    assert "so it is not requeued" in job.output() and "is started again" not in job.output()
+    assert job.field("Restarts") == "0" and not (tmp_path / "pid.1.0").exists()
+
+
 def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin."""
     (tmp_path / "go").touch()

@@ -69,6 +69,7 @@ def test_B117_B120_B121_a_preempted_job_saves_one_step_is_requeued_once_and_goes
     job.until("every rank in the middle of a step", job.files("at", WORLD))
     job.cancel(*to, "--signal=USR1")
     job.until("the signal on every rank", job.files("signalled", WORLD))
+    job.cancel(*to, "--signal=USR1")  # an operator's, and then SLURM's own: the job script waits on
     (tmp_path / "go").touch()
     job.until("the end", lambda: job.field("JobState") == "COMPLETED")
 

@@ -208,6 +208,23 @@ def test_one_rank_requeues_a_stopped_job_once_and_after_close(commands: Path, mo
     assert calls(commands) == ["close", "scontrol show job --oneliner 7", "scontrol requeue 7"]
 
 
+def test_a_task_of_an_array_is_asked_for_and_requeued_by_its_own_name(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a job to which a signal is on its way runs."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    (commands / "scontrol.out").write_text("JobId=7 ArrayTaskId=5 Restarts=0 JobState=SIGNALING\n")
+    assert finish(Ended()) == 0
+    assert calls(commands) == ["scontrol show job --oneliner 7_5", "scontrol requeue 7_5"]
+
+
+def test_a_scontrol_that_hangs_does_not_hold_up_the_end(commands: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("distckpt.launch.slurm._PATIENCE", 0.2)
+    (commands / "scontrol").write_text("#!/bin/sh\nexec sleep 50\n")
+    assert finish(Ended()) == 75 and "could not be requeued: scontrol show job --oneliner 7: " in caplog.text
+
+
 def test_a_heterogeneous_job_is_what_its_leader_is(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """scontrol and squeue have a line for each component."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
