@@ -64,16 +64,24 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM tells every rank and the job script, as before a requeue: all save, and neither a rank nor the script starts it again."""
-    job = submit(cluster, tmp_path, "--nodes=1", total=TOTAL + 60)
-    job.until("every rank in the middle of a step", job.files("at", 2))
-    job.cancel()
-    (tmp_path / "go").touch()
-    over(job, "CANCELLED")
-    first = report(tmp_path, 0)
-    assert "SIGTERM on rank" in first["stopped"] and (tmp_path / f"root/step-{first['ended']}/commit.json").exists()
-    assert "so it is not requeued" in job.output() and "is started again" not in job.output()
-    assert job.field("Restarts") == "0" and not (tmp_path / "pid.1.0").exists()
+    """SLURM tells every rank and the job script, as before a requeue. Ranks that can, save, and rank 0 leaves it at that; where they
+    die of it, the job script does."""
+    saving, dying = tmp_path / "saving", tmp_path / "dying"
+    for folder in (saving, dying):
+        folder.mkdir()
+    able = submit(cluster, saving, "--nodes=1", total=TOTAL + 60)
+    unable = submit(cluster, dying, "--nodes=1", START=f"{dying}/never")
+    able.until("every rank in the middle of a step", able.files("at", 2))
+    unable.until("every rank before its manager", unable.files("ready", 2))
+    for job in (able, unable):
+        job.cancel()
+    (saving / "go").touch()
+    for job in (able, unable):
+        over(job, "CANCELLED")
+        assert "told to stop" in job.output() and "is started again" not in job.output() and job.field("Restarts") == "0"
+    first = report(saving, 0)
+    assert "SIGTERM on rank" in first["stopped"] and (saving / f"root/step-{first['ended']}/commit.json").exists()
+    assert "so it is not requeued" in able.output()
 
 
 def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
