@@ -64,7 +64,7 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM tells every rank and the job script, as before a requeue. Ranks that can, save, and rank 0 leaves it at that; where they
+    """SLURM tells every rank and the job script, as before a requeue. Ranks that can, save, and rank 0 leaves it; where they
     die of it, the job script does."""
     saving, dying = tmp_path / "saving", tmp_path / "dying"
     for folder in (saving, dying):
