@@ -50,10 +50,10 @@ class Janitor:
             self._idle.clear()
         self._wake.set()
 
-    def leftovers(self) -> list[str]:
-        """What stands in trash now."""
+    def leftovers(self, files: Files | None = None) -> list[str]:
+        """What stands in trash now, as ``files`` sees it."""
         return [self._layout.trash(self._generation, item.name)
-                for item in self._files.scan(self._layout.trash(self._generation))]
+                for item in (files or self._files).scan(self._layout.trash(self._generation))]
 
     def wait(self, timeout: float) -> bool:
         """Whether everything due was deleted, or tried, within ``timeout`` seconds."""

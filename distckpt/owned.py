@@ -23,7 +23,7 @@ from distckpt.layout import ATTEMPT, HOME, MARKER, POINTER, Layout, Naming, seri
 from distckpt.leases import Watch
 from distckpt.marker import Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, make_dir, replace, to_trash
-from distckpt.ownership import Ownership
+from distckpt.ownership import Ownership, while_stale
 from distckpt.pace import Pace
 from distckpt.retention import Policy
 from distckpt.rootdir import agree_naming, await_newest, make_root, settle_record, sync_root
@@ -69,6 +69,7 @@ class OwnedRoot:
         self.users = 1
         self._examined: dict[str, Marker] = {}
         self._synced: set[str] = set()
+        self._sizes: dict[str, int | None] = {}
         self._foreign_reported = False
         self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
 
@@ -90,11 +91,12 @@ class OwnedRoot:
                    waiting: Callable[[str], None]) -> OwnedRoot:
         return claim(files, layout, runtime, naming, run_id, waiting).settle(run_id)
 
-    def _start(self, decided: Collection[str] | None) -> None:
+    def _start(self, decided: Collection[str] | None, waiting: Callable[[str], None]) -> None:
         """Recovery, before the first begin; then the highest seq ever seen, so that none is used twice (S11)."""
-        entries = self.entries()
-        self.highest_seq = highest_seq(self.files, self.layout, self.generation, entries)
-        report = recovery.recover(self.files, self.layout, self.naming, self.generation, decided)
+        files = while_stale(self.files, self.layout, self.runtime, waiting)
+        entries = catalog.scan(files, self.layout, self.naming)
+        self.highest_seq = highest_seq(files, self.layout, self.generation, entries)
+        report = recovery.recover(files, self.layout, self.naming, self.generation, decided)
         self.live |= set(report.left)
         if decided is None:
             shares = {e.head.attempt: f"it is {e.head.share}" for e in entries if e.head is not None and e.head.of > 1}
@@ -102,7 +104,7 @@ class OwnedRoot:
             self.apart |= set(shares)
         self.journal.event("claimed", generation=self.generation, identity=self.ownership._runtime.identity().to_json(),
                            published=report.published, swept=len(report.swept), restored=report.restored)
-        self.janitor.delete(self.janitor.leftovers())
+        self.janitor.delete(self.janitor.leftovers(files))
 
     def close(self, timeout: float = 60.0) -> None:
         """Give the root back when the last user closes it, after ``timeout`` seconds of deleting at most."""
@@ -163,6 +165,24 @@ class OwnedRoot:
         """Remember a checkpoint that this process committed itself."""
         self._examined[found.head.attempt] = found
         self._synced.add(found.head.attempt)
+        self._sizes[found.head.series] = found.size
+
+    def needed(self, series: str) -> int | None:
+        """Bytes that a save of ``series`` will take on this disk, judging by the newest one; None for the first."""
+        if series not in self._sizes:
+            self._sizes[series] = None
+            try:
+                for entry in self.entries():
+                    if entry.series == series and entry.committed:
+                        self._sizes[series] = catalog.read_marker(self.files, self.layout.final(entry.name)).size
+                        break
+            except (MarkerError, OSError) as error:
+                log.debug("cannot tell how large the next save will be: %s", error)
+        return self._sizes[series]
+
+    def trash_went(self, timeout: float) -> bool:
+        """Wait for what is being deleted; whether there was any, and it is gone: there is more room than before."""
+        return not self.janitor.wait(0) and self.janitor.wait(timeout)
 
     def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
         """Checkpoints of another run that stand in this root; reported once, left alone."""
@@ -296,12 +316,13 @@ class Claimed:
         files, layout, runtime = self.files, self.layout, self.runtime
         try:
             # read again: while we waited, another owner may have made the record, saved, and released the root
-            record = catalog.read_record(files, layout)
-            naming = agree_naming(files, layout, record, self.asked)
-            record = settle_record(files, layout, runtime, record, naming, run_id, self.ownership.generation)
+            looks = while_stale(files, layout, runtime, self.waiting)
+            record = catalog.read_record(looks, layout)
+            naming = agree_naming(looks, layout, record, self.asked)
+            record = settle_record(looks, layout, runtime, record, naming, run_id, self.ownership.generation)
             owned = OwnedRoot(files, layout, naming, self.ownership, record, runtime)
-            await_newest(files, layout, runtime, self.waiting)
-            owned._start(decided)
+            await_newest(looks, layout, runtime, self.waiting)
+            owned._start(decided, self.waiting)
         except BaseException:
             self.release()
             raise
@@ -334,8 +355,9 @@ def claim(files: Files, layout: Layout, runtime: Runtime, naming: Naming | None 
             return Claimed(files, layout, runtime, naming, shared.ownership, waiting, shared)
         make_root(files, layout, runtime)
         sync_root(files, layout)
-        asked, naming = naming, agree_naming(files, layout, catalog.read_record(files, layout), naming)
-        heads = [e.head for e in catalog.scan(files, layout, naming) if e.head is not None]
+        looks = while_stale(files, layout, runtime, waiting)
+        asked, naming = naming, agree_naming(looks, layout, catalog.read_record(looks, layout), naming)
+        heads = [e.head for e in catalog.scan(looks, layout, naming) if e.head is not None]
         ownership = Ownership.claim(files, layout, runtime, max((h.generation for h in heads), default=0), waiting)
         return Claimed(files, layout, runtime, asked, ownership, waiting)
 

@@ -9,7 +9,6 @@ older generation still tries, the file system itself answers ENOENT (S5).
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, is_taken, number_of
 from distckpt.ordered import create_exclusively, make_dir, move, unlink_if_there, write_new
-from distckpt.patience import Patience
+from distckpt.patience import NONE, Patience
 from distckpt.runtime import Identity, Runtime
 
 log = logging.getLogger(__name__)
@@ -50,12 +49,10 @@ def highest(files: Files, layout: Layout, in_markers: int = 0) -> int:
     return max(seen)
 
 
-def _beat_of(files: Files, layout: Layout, generation: int, before: bytes = b"") -> bytes:
+def _beat_of(files: Files, layout: Layout, generation: int) -> bytes:
     try:
         return files.read(layout.owner(generation, "beat"), 64)
     except OSError as error:
-        if error.errno == errno.ESTALE:
-            return before  # no news
         if error.errno in GONE:
             return b""
         raise
@@ -69,6 +66,12 @@ def released(files: Files, layout: Layout, generation: int) -> bool:
             return False
         raise
     return True
+
+
+def while_stale(files: Files, layout: Layout, runtime: Runtime, waiting: Callable[[str], None]) -> Files:
+    """``files`` for a claim and the recovery after it."""
+    return Patience.towards(files, runtime, layout.root, STILL, lambda: waiting(
+        f"root {layout.root} or what is in it is stale here; looking again for up to {STILL:.0f} s")).over(files)
 
 
 def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
@@ -97,8 +100,10 @@ def live_owner(files: Files, layout: Layout, runtime: Runtime, generation: int,
         waiting(f"root {layout.root} has an owner of generation {generation} on another machine; waiting "
                 f"{STILL - waited:.0f} s more to see whether it still beats")
         runtime.sleep(2.0)
-        if _beat_of(files, layout, generation, first) != first:
+        if _beat_of(files, layout, generation) != first:
             return _in_use(layout, owner, generation, _age(value, runtime))
+        if released(files, layout, generation):
+            return None  # it ended while it was watched: its counter stands still for that
     return None
 
 
@@ -148,6 +153,7 @@ class Ownership:
     def claim(cls, files: Files, layout: Layout, runtime: Runtime, in_markers: int = 0,
               waiting: Callable[[str], None] = lambda text: None) -> Ownership:
         """Become the owner; RootInUse while another one lives. Older generations are fenced off when this returns."""
+        plain, files = files, while_stale(files, layout, runtime, waiting)
         while True:
             top = highest(files, layout, in_markers)
             refusal = live_owner(files, layout, runtime, top, waiting)
@@ -182,7 +188,7 @@ class Ownership:
                 raise refusal from error
             if refusal is not None:
                 raise refusal
-            return cls(files, layout, runtime, generation)
+            return cls(plain, layout, runtime, generation)
 
     def _beat(self) -> None:
         count = 0
@@ -193,9 +199,9 @@ class Ownership:
             except OSError as error:
                 log.warning("could not write the owner's beat of %s: %s", self._layout.root, error)
 
-    def check(self) -> None:
+    def check(self, patience: Patience = NONE) -> None:
         """RootInUse when a higher generation was claimed. A courtesy: the fence itself is the file system's (S5)."""
-        refusal = _overtaken(self._files, self._layout, self._runtime, self.generation)
+        refusal = _overtaken(patience.over(self._files), self._layout, self._runtime, self.generation)
         if refusal is not None:
             raise refusal
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from distckpt.durable import GONE, Files
 from distckpt.runtime import SYSTEM, Runtime
@@ -50,16 +51,39 @@ class Patience:
             if self._moving is not None:
                 self._moving()
 
-    def again(self, do: Callable[[], T]) -> T:
+    def over(self, files: Files) -> Files:
+        """``files``, whose looks are asked again while they are stale: that is no word of what is there, and no reason yet to
+        give up a claim, a recovery or a commit. What is gone is gone at once."""
+        return _Looking(files, self) if self.seconds else files
+
+    def again(self, do: Callable[[], T], passing: tuple[int, ...] = PASSING) -> T:
         """What ``do`` gives, asked again while its error may pass. Never for an fsync: one that failed is not tried twice."""
         for _ in self.looks():
             try:
                 return do()
             except OSError as error:
-                if error.errno not in PASSING:
+                if error.errno not in passing:
                     raise
                 last = error
         raise last
+
+
+_LOOKS = ("scan", "stat", "look", "member", "read", "access")
+
+
+class _Looking(Files):
+    """Another's files, all of whose methods are theirs, with patience in those that only look."""
+
+    def __init__(self, files: Files, patience: Patience) -> None:
+        self._files, self._patience = files, patience
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_files", "_patience"):
+            return object.__getattribute__(self, name)
+        found = getattr(self._files, name)
+        if name not in _LOOKS:
+            return found
+        return lambda *where: self._patience.again(partial(found, *where), (errno.ESTALE,))
 
 
 NONE = Patience(SYSTEM, 0.0)

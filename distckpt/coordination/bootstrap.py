@@ -282,6 +282,11 @@ def _from_slurm(launch: Launch, runtime: Runtime) -> Bootstrap:
     if not 0 <= rank < world:
         raise ConfigError(f"SLURM_PROCID={os.environ.get('SLURM_PROCID')!r} is not a rank of SLURM_STEP_NUM_TASKS={world}")
     host = launch.host or "localhost"
+    here = os.environ.get("SLURMD_NODENAME")
+    told = launch.address or os.environ.get(ADDRESS_VARIABLE)
+    if rank == 0 and here and launch.nodelist and host != here and not told:
+        raise ConfigError(f"rank 0 runs on {here}, and the other ranks look for it on {host}, the first of {launch.nodelist}: "
+                          f"the tasks are not in the order of the nodes. Set MASTER_ADDR={here} for every rank")
     said = os.environ.get(PORT_VARIABLE, "")
     port = int(said) if said.isdecimal() else launch.port(STORE)
     number = _counts.get("slurm", 0)

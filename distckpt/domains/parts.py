@@ -46,6 +46,7 @@ from distckpt.saving.terms import Go, Request, save_error
 log = logging.getLogger(__name__)
 
 PREPARE = "prepare"
+_ROOM = 30.0
 
 
 class Parts:
@@ -74,6 +75,21 @@ class Parts:
         are dead, for every rank left them before it came to this begin (S21)."""
         self._call, self._request, self._go, self._progress, self._failure = call, request, go, progress, failure
         self._doubt, self._patience, self._found, self._marked, self._views = doubt, patience, None, False, {}
+
+    def room(self, series: str) -> Report:
+        """For begin's report, of another domain's committer: [free bytes, bytes that its share will take], where both are known.
+        What its trash gives back is waited for when it matters."""
+        if not self.domains.leads or self._rank == 0:
+            return {}
+        owned = self.owned
+        needed = owned.needed(series)
+        try:
+            free = owned.files.free(owned.layout.root)
+            if needed is not None and free < needed and owned.trash_went(_ROOM):
+                free = owned.files.free(owned.layout.root)
+        except OSError:
+            return {}  # the attempt itself will say what is wrong with this disk
+        return {} if needed is None else {"room": [free, needed]}
 
     def _key(self, kind: str, *rank: int) -> str:
         return self._call.key(self._go.attempt, kind, *rank)
@@ -131,7 +147,7 @@ class Parts:
             self._found = replace(draft, head=head, files=entries, host=self._group.identity.host)
             with owned.lock:
                 self._replaces = go.replace if self._rank == 0 else retire.makes_way(owned, go.name)
-                outcome = commit.prepare(owned, self._found)
+                outcome = commit.prepare(owned, self._found, self._patience)
             if outcome is None:
                 self._marked = True
                 return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from distckpt.errors import ConfigError
-from distckpt.launch.nodelist import first
+from distckpt.launch.nodelist import expand, first
 
 RENDEZVOUS, STORE = 0, 1
 _FIRST_PORT = 12_000  # the ports from here to 32,000 are not handed out to outgoing connections by default
@@ -92,7 +92,7 @@ class Launch:
 def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     """How this process was started. Local; what makes no sense counts as not said."""
     found = Launch("single", address=environ.get("MASTER_ADDR") or None, master_port=_number(environ, "MASTER_PORT"),
-                   nodelist=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or None,
+                   nodelist=_nodes(environ),
                    elastic=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
     number = _number(environ, "SLURM_JOB_ID") or 0
     if number:  # an id of 0 or none is not a job (S6)
@@ -130,8 +130,22 @@ def _rank(environ: Mapping[str, str], name: str) -> int:
     return -1 if found is None else found
 
 
+def _nodes(environ: Mapping[str, str]) -> str | None:
+    """The nodes of this step, that of rank 0 first. SLURM sorts them by name; where a step spans the components of a
+    heterogeneous job, rank 0 is in the first of these, wherever that stands in the alphabet."""
+    found = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or None
+    leading = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0")
+    if found is None or not leading:
+        return found
+    try:
+        return leading if first(leading) in set(expand(found)) else found
+    except ConfigError:
+        return found
+
+
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """How many tasks of the step run on this node: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` by SLURM_NODEID; 0 when unknown."""
+    """How many tasks of the step run on this node: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` in the order of the list of nodes, which
+    in a heterogeneous job is not that of SLURM_NODEID; 0 when unknown."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, times = part.partition("(x")
@@ -140,6 +154,11 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
             return 0
         counts += [int(count)] * min(int(times), 1 << 20)
     node = _rank(environ, "SLURM_NODEID")
+    try:
+        names = list(expand(environ.get("SLURM_STEP_NODELIST", "")))
+        node = names.index(environ.get("SLURMD_NODENAME", ""))
+    except (ConfigError, ValueError):
+        pass  # a plain step counts its nodes in that order as well
     return counts[node] if 0 <= node < len(counts) else 0
 
 

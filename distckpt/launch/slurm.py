@@ -18,6 +18,7 @@ class SlurmError(Exception):
 
 
 def _ask(*command: str) -> str:
+    """The first line of what it says: a heterogeneous job has one for each component, its leader's first."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False,
                               env={**os.environ, "SLURM_TIME_FORMAT": "%s"})
@@ -25,7 +26,7 @@ def _ask(*command: str) -> str:
         raise SlurmError(f"{' '.join(command)}: {error}") from error
     if done.returncode:
         raise SlurmError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip() or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
+    return done.stdout.strip().partition("\n")[0]
 
 
 def state(launch: Launch) -> tuple[str, int]:

@@ -18,6 +18,7 @@ import torch
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, ResumeError, WorldMismatch
+from distckpt.launch.environment import detect
 from distckpt.payloads import torchfile, whole
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dsengine import at_boundary, check_step, is_spread, stepped
@@ -67,6 +68,11 @@ class DeepSpeed:
             raise ConfigError(f"{type(engine.checkpoint_engine).__name__} returns before its files are written, so nobody can "
                               "say when this checkpoint exists: leave 'checkpoint.writer.decoupled' (or 'datastates_ckpt') out "
                               "of the DeepSpeed configuration and save with background=True")
+
+        if engine.use_node_local_storage() and 0 < detect().local_world < engine.world_size:
+            raise ConfigError("'checkpoint.use_node_local_storage' has every node write a copy of the same files, and a "
+                              "checkpoint on storage that all nodes share has each of them once: leave it out of the DeepSpeed "
+                              "configuration")
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         check_step(self._engine.global_steps, ranks)

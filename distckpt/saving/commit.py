@@ -21,6 +21,7 @@ from distckpt.layout import MARKER
 from distckpt.marker import Marker
 from distckpt.ordered import fsync_tree_dirs, is_listed, move, rmdir_if_there, to_trash, unlink_if_there, write_new
 from distckpt.owned import OwnedRoot
+from distckpt.patience import NONE, Patience
 from distckpt.recovery import REPLACED
 
 
@@ -40,19 +41,19 @@ class _Displaced(OSError):
     """A replace stopped half way: the old one is in trash, the new one still in staging."""
 
 
-def commit(owned: OwnedRoot, found: Marker, *, replace: bool) -> Outcome:
+def commit(owned: OwnedRoot, found: Marker, *, replace: bool, patience: Patience = NONE) -> Outcome:
     """Commit and publish a staged attempt that every rank acked. The decision is already fixed as ``committing``."""
-    return prepare(owned, found) or publish(owned, found, replace=replace)
+    return prepare(owned, found, patience) or publish(owned, found, replace=replace)
 
 
-def prepare(owned: OwnedRoot, found: Marker) -> Outcome | None:
+def prepare(owned: OwnedRoot, found: Marker, patience: Patience) -> Outcome | None:
     """Steps 1 and 2; None when the marker is durable. It has been taken back when it could be, otherwise."""
     staged, files = staging_of(owned, found), owned.files
     try:
-        fsync_tree_dirs(files, staged)
+        fsync_tree_dirs(patience.over(files), staged)
         write_new(files, os.path.join(staged, MARKER), _marker.build(found, trust.key()))
         files.fsync_dir(staged)
-        owned.ownership.check()
+        owned.ownership.check(patience)
     except (OSError, RootInUse) as error:
         return withdraw(owned, staged, error)
     return None

@@ -17,6 +17,7 @@ from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, S
 from distckpt.layout import MAIN, Naming
 from distckpt.marker import FileEntry, Head, Marker
 from distckpt.owned import OwnedRoot
+from distckpt.patience import Patience
 from distckpt.retention import Policy
 from distckpt.saving.commit import Outcome, commit
 from distckpt.saving.hooks import journal_failures
@@ -39,7 +40,6 @@ class Committer:
         self._began = 0.0
         self._begun = ""
         self._beside: list[str] = []
-        self._sizes: dict[str, int | None] = {}
         self.series_committed: set[str] = set()
         self.domains: Domains | None = None
 
@@ -168,35 +168,30 @@ class Committer:
                                  failures={}, outcome="aborted")
 
     def needed(self, series: str) -> int | None:
-        """Bytes that a save of ``series`` will take, judging by the newest one; None for the first."""
-        if series not in self._sizes:
-            self._sizes[series] = None
-            try:
-                for entry in self.owned.entries():
-                    if entry.series == series and entry.committed:
-                        self._sizes[series] = catalog.read_marker(self.owned.files, self.owned.layout.final(entry.name)).size
-                        break
-            except (MarkerError, OSError) as error:
-                log.debug("cannot tell how large the next save will be: %s", error)
-        return self._sizes[series]
+        """Bytes that a save of ``series`` will take here; None for the first."""
+        return self.owned.needed(series)
 
     def _check_room(self, request: Request, reports: dict[int, Report]) -> None:
+        """DiskFull, before anybody writes, when one like the last does not fit on some disk."""
         needed = self.needed(request.series)
-        known = {rank: report["free"] for rank, report in reports.items()
-                 if report.get("free") is not None and (self.domains is None or rank in self.domains.mine)}
-        if needed is None or not known:
-            return
-        trash = self.owned.janitor
-        if min(known.values()) < needed and not trash.wait(0) and trash.wait(_ROOM):
-            here = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
-            known = {rank: max(free, here) for rank, free in known.items()}
-        rank = min(known, key=lambda r: known[r])
-        if known[rank] < needed:
-            raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} ({self.group.hosts.get(rank)}) at "
-                           f"{self.owned.layout.root}: {known[rank]} bytes are free, the last checkpoint took {needed}; nothing "
-                           "was written and the checkpoints before it are untouched. Free space, lower keep_last, or save "
-                           "elsewhere", step=request.step, attempt=None, background=False, failures={}, outcome="aborted",
-                           needed=needed, free=known[rank], path=self.owned.layout.root)
+        here = {rank: report["free"] for rank, report in reports.items()
+                if report.get("free") is not None and (self.domains is None or rank in self.domains.mine)}
+        rooms = []
+        if needed is not None and here:
+            if min(here.values()) < needed and self.owned.trash_went(_ROOM):
+                free = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
+                here = {rank: max(known, free) for rank, known in here.items()}
+            rank = min(here, key=lambda r: here[r])
+            rooms = [(rank, here[rank], needed)]
+        rooms += [(rank, *report["room"]) for rank, report in reports.items() if report.get("room")]
+        for rank, free, needed in rooms:
+            if free < needed:
+                raise DiskFull(f"save of step {request.step}: the disk is too full on rank {rank} "
+                               f"({self.group.hosts.get(rank)}) at {self.owned.layout.root}: {free} bytes are free, the last "
+                               f"checkpoint took {needed}; nothing was written and the checkpoints before it are untouched. "
+                               "Free space, lower keep_last, or save elsewhere", step=request.step, attempt=None,
+                               background=False, failures={}, outcome="aborted", needed=needed, free=free,
+                               path=self.owned.layout.root)
 
     # -- acks and commit -----------------------------------------------------------------------------------------
 
@@ -211,11 +206,11 @@ class Committer:
             payload=notes.get(0, {}), fingerprint=self._fingerprint, retention=self._policy.spec)
 
     def commit(self, go: Go, acked: dict[int, list[FileEntry]], notes: dict[int, dict[str, Any]],
-               slowest: tuple[int, float]) -> Report:
+               slowest: tuple[int, float], patience: Patience) -> Report:
         """Marker, publish; the committed verdict, or the SaveError that says aborted or unknown."""
         found = replace(self.draft(go, notes), files=in_order(acked))
         with self.owned.lock:
-            outcome = commit(self.owned, found, replace=go.replace)
+            outcome = commit(self.owned, found, replace=go.replace, patience=patience)
         self.owned.live.discard(go.attempt)
         if outcome.state != "committed":
             raise self.failed(go, outcome) from outcome.error
@@ -239,7 +234,6 @@ class Committer:
         self._beside = list(found.payload.get("beside", []))
         lineage.fresh.append(go.attempt)
         self.series_committed.add(request.series)
-        self._sizes[request.series] = found.size
         seconds = owned.runtime.monotonic() - self._began
         blocked, behind = (seconds, 0.0) if request.blocked is None else (request.blocked, seconds)
         owned.status.note(go.attempt, "committed", name=go.name)

@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from distckpt.coordination.group import Group
@@ -63,9 +64,10 @@ class Transaction:
     def begin(self, report: Report) -> RankFiles | None:
         """The files to write into; None when the step is there already and is skipped. Raises alike on every rank."""
         decide: Callable[[dict[int, Report]], Report] = self._committer.begin if self._committer else _never
+        room = self._parts.room(self.request.series) if self._parts else {}
         try:
             verdict = self._call.round({
-                **report, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
+                **report, **room, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
                 "collective": self.request.collective, "free": self._free()}, decide, self._arrive)
         except BaseException as error:
             if self._committer is not None:
@@ -212,7 +214,7 @@ class Transaction:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
-                commit = self._parts.commit if self._parts else self._committer.commit
+                commit = self._parts.commit if self._parts else partial(self._committer.commit, patience=self._patience)
                 verdict: Report = commit(go, acked, notes, _slowest(reports))
             else:
                 self._client.claim(self._decision, {"aborted": None})

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -163,7 +164,16 @@ def refusals(rank: int, world: int, root: str) -> list[str]:
                 manager.save(1, state)
             except ConfigError as error:
                 texts.append(str(error))
-        manager.save(1, state)
+        with patched(made, "use_node_local_storage", lambda: True), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", "1")  # as on two nodes
+            for background in (False, True):
+                try:
+                    manager.save(1, state, background=background)
+                    manager.wait()
+                except ConfigError as error:
+                    texts.append(str(error))
+            patch.setenv("LOCAL_WORLD_SIZE", str(world))
+            manager.save(1, state)
         try:
             manager.restore(state, only={"model"})
         except ConfigError as error:

@@ -56,7 +56,8 @@ def test_a_background_save_writes_what_a_sync_one_would(stage: Stage, tmp_path: 
 def test_what_is_refused_and_why(stage: Stage, tmp_path: Path) -> None:
     for texts in stage.values(2, dscases.refusals, str(tmp_path / "root")):
         wanted = ["gradient accumulation boundary", "gradient accumulation boundary", "engine.global_steps is 1",
-                  "engine.global_steps is 1", "returns before its files are written", "only=", "lacks save_checkpoint",
+                  "engine.global_steps is 1", "returns before its files are written", "use_node_local_storage",
+                  "use_node_local_storage", "only=", "lacks save_checkpoint",
                   "client_state must be a dict", "saves its optimizer itself", "critic"]
         assert len(texts) == len(wanted) and all(w in text for w, text in zip(wanted, texts, strict=True)), texts
 

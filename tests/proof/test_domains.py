@@ -16,7 +16,7 @@ from distckpt import owned, recovery
 from distckpt.domains import opening, parts, retire
 from distckpt.domains.standing import Abroad
 from distckpt.durable import Files, Item
-from distckpt.errors import ConfigError, NoUsableCheckpoint, ResumeError, SaveError, StepNotFound
+from distckpt.errors import ConfigError, DiskFull, NoUsableCheckpoint, ResumeError, SaveError, StepNotFound
 from distckpt.layout import Layout
 from distckpt.saving import commit
 from distckpt.testing import checker, faults
@@ -373,6 +373,30 @@ def test_a_share_that_is_owed_is_published_at_the_next_start() -> None:
     assert standing(nodes) == [["step-1", "step-2"], ["step-1"]]
     again = nodes.job(lambda manager, rank: manager.resume().step)
     assert set(again.values.values()) == {2} and standing(nodes) == [["step-1", "step-2"]] * 2
+
+
+def test_no_room_on_another_nodes_disk_is_told_before_anybody_writes() -> None:
+    """By what its own last share took."""
+    nodes = Nodes(3, nodes=3, cuts=0)
+
+    def program(manager: Told, rank: int) -> Any:
+        manager.save(1, State(bytes_of(rank, 1)))
+        if rank == 2:
+            nodes.nodes[2].room = 10
+        try:
+            manager.save(2, State(bytes_of(rank, 2)))
+        except DiskFull as error:
+            if rank == 2:
+                nodes.nodes[2].room = 1 << 40
+            manager.save(3, State(bytes_of(rank, 3)))
+            return str(error), error.free, error.needed
+
+    run = nodes.job(program)
+    assert not run.errors and len(run.values) == 3, run.errors
+    for text, free, needed in run.values.values():
+        assert "the disk is too full on rank 2 (host-2)" in text and "10 bytes are free" in text and free == 10 < needed, text
+    assert [path for disk in nodes.nodes for path in disk.snapshot() if "step-2" in path] == []
+    assert standing(nodes)[0] == standing(nodes)[2]
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------

@@ -129,6 +129,33 @@ def test_S6_of_two_takers_one_wins(seed: int) -> None:
     well(simulation.restart())
 
 
+@pytest.mark.parametrize("held", [3.0, 300.0])
+@pytest.mark.parametrize("seed", range(8))
+def test_S6_two_jobs_at_once_on_a_root_of_nobody(seed: int, held: float) -> None:
+    """On two machines, started at the same moment: one is in at once; the other is refused within two beats, or in as soon as the
+    first is out. Never both, and nobody waits for the counter of one that has left to stand still."""
+    inside: list[float] = []
+
+    def job(me: Beside) -> tuple[str, float]:
+        me.runtime.sleep(1.0)
+        began = me.runtime.monotonic()
+        try:
+            with me.manager():
+                waited = me.runtime.monotonic() - began
+                inside.append(waited)
+                assert len(inside) == 1, "both are in"
+                me.runtime.sleep(held)
+                inside.remove(waited)
+        except RootInUse:
+            return "refused", me.runtime.monotonic() - began
+        return "in", waited
+
+    run = well(Simulation(1, seed=seed, apart=True).job(lambda manager, rank: None, world=0, beside={"one": job, "other": job}))
+    (first, at_once), (second, waited) = sorted(run.values.values(), key=lambda told: told[1])
+    assert (first, second) == ("in", "refused" if held > 20 else "in") and at_once < 1, run.values
+    assert waited < (20 if held > 20 else held + 5), run.values
+
+
 def test_S7_a_lost_record_is_no_fresh_start() -> None:
     simulation = Simulation(2, seed=1)
     well(simulation.job(saves(1, 2)))

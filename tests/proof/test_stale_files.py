@@ -311,7 +311,7 @@ def test_ESTALE_at_any_look_is_looked_at_again(rank: int, op: str, part: str) ->
             manager.save(step, State(bytes_of(rank, step), "deep"))
         return manager.resume().step
 
-    for at in range(1, 3 if (rank, op) == (0, "scan") else 100):  # then comes the commit, on a tree that it has just seen
+    for at in range(1, 100):
         fault = faults.fail(errno.ESTALE, at, op=op, path=part)
         hosts = Hosts(2)
         run = hosts.job(program, file_faults={rank: [fault]})
@@ -319,6 +319,37 @@ def test_ESTALE_at_any_look_is_looked_at_again(rank: int, op: str, part: str) ->
             break
         assert not run.errors and set(run.values.values()) == {3}, (at, run.errors)
         assert hosts.told == [{COMMITTED}] * 3, (at, hosts.told)
+    assert at > 1
+
+
+@pytest.mark.parametrize("op, part", [
+    ("scan", "/.distckpt/owner"), ("stat", "/.distckpt/owner/"), ("read", "/.distckpt/owner/"), ("scan", "/.distckpt/staging"),
+    ("scan", "/.distckpt/trash"), ("read", "/.distckpt/root.json"), ("scan", ROOT), ("read", "/commit.json"),
+    ("stat", "/data.rank-0000")])
+def test_ESTALE_that_lasts_delays_a_claim_and_its_recovery(op: str, part: str) -> None:
+    """From the n-th look at it on, n = 1, 2, 3 ..., for longer than a few looks at once. The first job was killed with a commit
+    that it had not published; the second one publishes that, and saves."""
+    for at in range(1, 100):
+        hosts = Hosts(2, seed=at)
+        killed = faults.die(op="rename", path=lambda path: path == f"{ROOT}/step-2")
+        hosts.job(lambda manager, rank: [manager.save(step, State(bytes_of(rank, step))) for step in (1, 2)],
+                  file_faults={0: [killed]})
+        assert killed.fired
+        stale, claimed = faults.fail(errno.ESTALE, at, op=op, forever=True), list[int]()
+
+        def still(path: str, stale: faults.Fault = stale, claimed: list[int] = claimed) -> bool:
+            here = path == ROOT if part == ROOT else part in path and "/probe-" not in path
+            return here and stale.fired < 15 and not claimed
+
+        def program(manager: Told, rank: int, claimed: list[int] = claimed) -> None:
+            claimed.append(rank)
+            manager.save(3, State(bytes_of(rank, 3)))
+
+        stale.path = still
+        run = hosts.job(program, file_faults={0: [stale]})
+        if not stale.fired:
+            break
+        assert not run.errors and hosts.standing[-2:] == ["step-2", "step-3"], (at, run.errors)
     assert at > 1
 
 

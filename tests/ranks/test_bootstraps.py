@@ -16,6 +16,7 @@ import torch.distributed as dist
 import distckpt
 from distckpt.errors import ConfigError
 from tests.harness import free_port, run, values
+from tests.support import openmpi
 
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("SLURM", "PMI", "MPI", "OMPI", "MASTER", "WORLD_SIZE", "RANK", "LOCAL")
@@ -75,12 +76,17 @@ with open(f"{sys.argv[1]}.{rank}.json", "w") as out:
 """
 
 
-def test_four_ranks_of_mpiexec_without_any_torch_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_four_ranks_of_mpiexec_without_any_torch_process_group(mpi: str, tmp_path: Path) -> None:
     """The world is found, or passed, or a part of it is; DCP says what it lacks, and models go through shards."""
     root = tmp_path / "root"
     env = {**{k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}, "OMP_NUM_THREADS": "1",
            "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [str(BIN / "mpiexec"), "-n", "4", sys.executable, "-c", MPI_PROGRAM, str(root)]
+    mpiexec = [str(BIN / "mpiexec")]
+    if mpi == "openmpi":
+        env.update(openmpi())
+        mpiexec = [f"{os.environ['DISTCKPT_OPENMPI']}/bin/mpiexec", "--oversubscribe"]
+    command = [*mpiexec, "-n", "4", sys.executable, "-c", MPI_PROGRAM, str(root)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-5000:]
     found = [json.loads((tmp_path / f"root.{rank}.json").read_text()) for rank in range(4)]

@@ -63,6 +63,27 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
     assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
 
 
+def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM tells every rank and the job script, as before a requeue. Ranks that can, save, and rank 0 leaves it; where they
+    die of it, the job script does."""
+    saving, dying = tmp_path / "saving", tmp_path / "dying"
+    for folder in (saving, dying):
+        folder.mkdir()
+    able = submit(cluster, saving, "--nodes=1", total=TOTAL + 60)
+    unable = submit(cluster, dying, "--nodes=1", START=f"{dying}/never")
+    able.until("every rank in the middle of a step", able.files("at", 2))
+    unable.until("every rank before its manager", unable.files("ready", 2))
+    for job in (able, unable):
+        job.cancel()
+    (saving / "go").touch()
+    for job in (able, unable):
+        over(job, "CANCELLED")
+        assert "told to stop" in job.output() and "is started again" not in job.output() and job.field("Restarts") == "0"
+    first = report(saving, 0)
+    assert "SIGTERM on rank" in first["stopped"] and (saving / f"root/step-{first['ended']}/commit.json").exists()
+    assert "so it is not requeued" in able.output()
+
+
 def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin."""
     (tmp_path / "go").touch()
@@ -88,6 +109,25 @@ def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_ti
     again = submit(cluster, tmp_path / "again", *alone, total=16, STOP_GRACE="2", ROOT=f"{tmp_path}/root")
     over(again)
     assert again.output().count(warning) == 1 and "twice a step of" in again.output(), "without a step"
+
+
+def test_a_heterogeneous_job_of_one_step_is_requeued_as_one(cluster: Cluster, tmp_path: Path) -> None:
+    """Two components, and the first one on the node that comes second in the list: rank 0 is there."""
+    text = (REPOSITORY / "slurm/srun.sbatch").read_text()
+    (tmp_path / "het.sbatch").write_text(text.replace("srun --kill", "srun --het-group=0,1 --kill"))
+    options = ["--nodes=1", "--nodelist=n2", "--ntasks-per-node=2", ":", "--nodes=1", "--nodelist=n1", "--ntasks-per-node=1",
+               "--cpus-per-task=2"]
+    script = str(REPOSITORY / "tests/slurm/steps.py")
+    job = cluster.submit(tmp_path, str(tmp_path / "het.sbatch"), *options, SCRIPT=script, ARGS=f"{tmp_path} {TOTAL + 60}")
+    job.until("every rank in the middle of a step", job.files("at", 3))
+    job.cancel("--signal=USR1")
+    (tmp_path / "go").touch()
+    over(job)
+    assert job.field("Restarts") == "1"
+    for rank in range(3):
+        first, second = report(tmp_path, 0, rank), report(tmp_path, 1, rank)
+        assert first["stopped"] and first["ended"] == second["started"] < second["ended"] == TOTAL + 60
+        assert (first["world"], first["kind"], first["target"]) == (3, "slurm", job.number)
 
 
 def test_lists_of_nodes_are_read_as_scontrol_reads_them(cluster: Cluster) -> None:

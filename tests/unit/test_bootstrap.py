@@ -21,7 +21,7 @@ from tests.inprocess import await_
 
 LAUNCHERS = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID",
              "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK",
-             "MASTER_ADDR", "MASTER_PORT", "DISTCKPT_STORE_ADDR", "DISTCKPT_STORE_PORT")
+             "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT", "DISTCKPT_STORE_ADDR", "DISTCKPT_STORE_PORT")
 
 
 @pytest.fixture(autouse=True)
@@ -269,3 +269,14 @@ def test_a_torch_group_of_one_rank_needs_no_server() -> None:
         assert find(dist.group.WORLD, SYSTEM).kind == "torch"
     finally:
         dist.destroy_process_group()
+
+
+def test_rank_0_where_nobody_looks_for_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun --distribution=arbitrary: the others would look for its store on another node for two minutes."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0",
+                        "SLURMD_NODENAME": "n2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"rank 0 runs on n2, .* on n1, the first of n\[1-2\].*Set MASTER_ADDR=n2"):
+        find(None, SYSTEM)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert find(None, SYSTEM).kind == "slurm"

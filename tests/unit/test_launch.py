@@ -29,6 +29,11 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+# a step over both components of ``sbatch --nodelist=n2 : --nodelist=n1,n3``: rank 1 of 4 on n2, rank 3 on n3
+HET = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+       "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1,3]", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]",
+       "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1,2,1", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+       "SLURM_NODEID": "0", "SLURMD_NODENAME": "n2"}
 DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2",
              "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
@@ -53,6 +58,8 @@ def brief(found: Launch) -> tuple[str, int, int, int, int]:
     ({**STEP, **OPENMPI}, ("mpiexec", 1, 4, 1, 2)),
     ({**STEP, "PMI_RANK": "2", "PMI_SIZE": "3"}, ("srun", 2, 3, 0, 1)),  # srun --mpi=pmi2
     ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ("srun", 0, 1, 0, 1)),
+    (HET, ("srun", 1, 4, 1, 2)),
+    ({**HET, "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURMD_NODENAME": "n3"}, ("srun", 3, 4, 0, 1)),
     ({"WORLD_SIZE": "many", "PMI_SIZE": "-1", "SLURM_JOB_ID": "٣"}, ("single", 0, 1, 0, 1)),
 ])
 def test_who_and_how(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
@@ -80,6 +87,9 @@ def test_where_rank_0_is_when_nothing_else_says_it() -> None:
     assert detect(STEP).host == "n1" and detect({**STEP, "MASTER_ADDR": "n9"}).host == "n9" and detect({}).host is None
     assert detect({**STEP, "SLURM_STEP_NODELIST": "m[7-8]"}).host == "m7", "a step may run on a part of the job's nodes"
     assert detect(JOB).host == "n1"
+    assert detect(HET).host == "n2", "SLURM sorts the list, and rank 0 is in the first component"
+    assert detect({**HET, "SLURM_STEP_NODELIST": "n[1,3]"}).host == "n1", "a step of the second component alone"
+    assert detect({**HET, "SLURM_JOB_NODELIST_HET_GROUP_0": "n["}).host == "n1"
     with pytest.raises(ConfigError, match="is no list of nodes"):
         detect({**STEP, "SLURM_STEP_NODELIST": "n["}).host
 
@@ -196,6 +206,37 @@ def test_one_rank_requeues_a_stopped_job_once_and_after_close(commands: Path, mo
     manager.close = lambda: (commands / "calls").write_text("close\n")  # type: ignore[assignment]
     assert finish(manager) == 0
     assert calls(commands) == ["close", "scontrol show job --oneliner 7", "scontrol requeue 7"]
+
+
+def test_a_task_of_an_array_is_asked_for_and_requeued_by_its_own_name(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a job to which a signal is on its way runs."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    (commands / "scontrol.out").write_text("JobId=7 ArrayTaskId=5 Restarts=0 JobState=SIGNALING\n")
+    assert finish(Ended()) == 0
+    assert calls(commands) == ["scontrol show job --oneliner 7_5", "scontrol requeue 7_5"]
+
+
+def test_a_scontrol_that_hangs_does_not_hold_up_the_end(commands: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("distckpt.launch.slurm._PATIENCE", 0.2)
+    (commands / "scontrol").write_text("#!/bin/sh\nexec sleep 50\n")
+    assert finish(Ended()) == 75 and "could not be requeued: scontrol show job --oneliner 7: " in caplog.text
+
+
+def test_a_heterogeneous_job_is_what_its_leader_is(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scontrol and squeue have a line for each component."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for lines, requeued in ((("RUNNING", "PENDING"), True), (("COMPLETING", "RUNNING"), False)):
+        text = "".join(f"JobId={7 + n} HetJobId=7 HetJobOffset={n} JobState={state} Restarts={n} Power=\n"
+                       for n, state in enumerate(lines))
+        (commands / "scontrol.out").write_text(text)
+        assert finish(Ended()) == 0
+        assert calls(commands) == ["scontrol show job --oneliner 7"] + ["scontrol requeue 7"] * requeued
+        (commands / "calls").unlink()
+    (commands / "squeue.out").write_text("1800000005\n1800000009\n")
+    assert end_as_told() == 1_800_000_005
 
 
 @pytest.mark.parametrize("said", ["Restarts=2 JobState=COMPLETING", "Restarts=3 JobState=RUNNING", "Restarts=3 JobState=PENDING",

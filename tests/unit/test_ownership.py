@@ -142,6 +142,14 @@ def test_S6_a_released_root_is_taken_without_a_wait(disk: CrashFiles, clock: Vir
     assert open_owned(disk, second).generation == 2 and second.slept == 0
 
 
+def test_S6_a_root_that_is_released_while_its_owner_is_watched_is_taken_at_once(disk: CrashFiles, clock: VirtualClock) -> None:
+    """Two short jobs at once: the second one looks for a beat of the first, which ends before it has beaten once."""
+    one = open_owned(disk, VirtualRuntime(clock))
+    second = elsewhere(clock)
+    second.hooks.append(lambda now: one.close() if one.users and now >= 1_005 else None)
+    assert open_owned(disk, second).generation == 2 and second.slept < 10
+
+
 def test_S6_a_record_that_says_nothing_is_waited_for(disk: CrashFiles, clock: VirtualClock) -> None:
     """Where there are no hard links a kill may leave an empty record: nobody can judge it, so it must stand still."""
     rootdir.make_root(disk, LAYOUT)

@@ -22,7 +22,7 @@ from distckpt.rootdir import make_root
 from distckpt.testing import faults, stalefs
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.stalefs import Server
-from tests.support import make_checkpoint, open_owned, record_root
+from tests.support import ROOT, crash_disk, make_checkpoint, open_owned, record_root
 
 STEP = Naming.parse("step-{step}")
 
@@ -174,16 +174,41 @@ def test_a_stale_mount_is_no_removal(tmp_path: Path) -> None:
     assert (tmp_path / "victim" / "sub").is_dir()
 
 
-def test_an_owner_whose_beat_is_stale_for_a_while_is_still_judged_by_it(tmp_path: Path) -> None:
-    layout, here = record_root(str(tmp_path)), VirtualRuntime(host="a", boot="1")
-    open_owned(REAL, here, root=layout.root)
-    there = VirtualRuntime(here.clock, host="b", boot="2")
-    late = faults.fail(errno.ESTALE, 2, op="read", path=".beat")
-    files = faults.FaultyFiles(REAL, late)
-    assert ownership.live_owner(files, layout, there, 1) is None and late.fired, "it stood still for 90 s: no news is no beat"
-    late = faults.fail(errno.ESTALE, 2, op="read", path=".beat")
-    there.hooks.append(lambda now: REAL.overwrite(layout.owner(1, "beat"), b"%020d" % now))
-    assert isinstance(ownership.live_owner(faults.FaultyFiles(REAL, late), layout, there, 1), RootInUse)
+@pytest.mark.parametrize("beats", [False, True])
+def test_an_owner_whose_beat_is_stale_for_a_while_is_still_judged_by_it(beats: bool) -> None:
+    disk, here = crash_disk(), VirtualRuntime(host="a", boot="1")
+    disk.network = True
+    open_owned(disk, here)
+    there, layout = VirtualRuntime(here.clock, host="b", boot="2"), Layout.at(ROOT)
+    stale = faults.fail(errno.ESTALE, 2, op="read", path=".beat", forever=True)
+    files = faults.FaultyFiles(disk, stale)
+
+    def pass_by(now: float) -> None:
+        if there.slept > 60:
+            files.faults.clear()
+            if beats:
+                disk.overwrite(layout.owner(1, "beat"), b"%020d" % 7)
+
+    there.hooks.append(pass_by)
+    if beats:
+        with pytest.raises(RootInUse):
+            ownership.Ownership.claim(files, layout, there)
+    else:
+        assert ownership.Ownership.claim(files, layout, there).generation == 2 and there.slept >= 90
+    assert stale.fired
+
+
+def test_an_owner_whose_beat_nobody_can_read_is_not_taken_for_dead() -> None:
+    """Stale for longer than an owner may be silent: no look showed that the counter stood still."""
+    disk, here = crash_disk(), VirtualRuntime(host="a", boot="1")
+    disk.network = True
+    open_owned(disk, here)
+    there, layout, said = VirtualRuntime(here.clock, host="b", boot="2"), Layout.at(ROOT), set[str]()
+    files = faults.FaultyFiles(disk, faults.fail(errno.ESTALE, 3, op="read", path=".beat", forever=True))
+    with pytest.raises(OSError) as caught:
+        ownership.Ownership.claim(files, layout, there, waiting=said.add)
+    assert caught.value.errno == errno.ESTALE and ".beat" in str(caught.value) and 90 <= there.slept < 200
+    assert ownership.highest(disk, layout) == 1 and any("is stale here; looking again for up to 90 s" in text for text in said)
 
 
 def test_a_directory_that_another_host_made_is_waited_for_and_a_file_on_a_local_disk_is_not(tmp_path: Path) -> None:

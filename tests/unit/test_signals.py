@@ -73,6 +73,8 @@ def test_the_handler_does_no_io_and_takes_no_lock() -> None:
                "callable", "at", "time", "monotonic"}
     code = StopSignals._handle.__code__
     assert set(code.co_names) <= allowed, set(code.co_names) - allowed
+    stored = [i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"]
+    assert stored == ["at", "raised"], "who sees that it is raised reads when"
     assert not [i for i in dis.get_instructions(code) if "IMPORT" in i.opname or "WITH" in i.opname]
 
 
