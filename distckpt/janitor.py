@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 
 from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import MarkerError
@@ -34,7 +33,6 @@ class Janitor:
         self._wake, self._idle = runtime.event(), runtime.event()
         self._lock = runtime.lock()
         self._queue: list[tuple[float, str]] = []
-        self._jobs: list[Callable[[], None]] = []
         self._stopping = False
         self.failures = 0
         self._idle.set()

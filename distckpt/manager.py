@@ -204,6 +204,7 @@ class CheckpointManager:
         if timeout is not None:
             return self._background.wait(timeout)
         self._background.settle()
+        self._rotated()
         return True
 
     def async_save(self, step: int, payload: Any, **options: Any) -> SaveHandle:
@@ -292,6 +293,13 @@ class CheckpointManager:
         self._usable()
         self._behind.staged()
         self._background.settle()
+        self._rotated()
+
+    def _rotated(self) -> None:
+        """What follows the last commit is done, on the ranks that rotate. Local."""
+        here = self._owned or self._start.share
+        if here is not None:
+            here.afterwards.catch_up()
 
     def _saved(self, series: str, step: int) -> None:
         self._series[series].schedule.last = int(step)
@@ -388,6 +396,7 @@ class CheckpointManager:
         return self._reader().best_step(metric, mode)
 
     def _reader(self) -> Root:
+        self._rotated()
         return Root(self.root, self._seams.files, self._seams.runtime)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
+from distckpt.afterwards import Afterwards
 from distckpt.catalog import Entry, RootRecord
 from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
@@ -71,6 +72,7 @@ class OwnedRoot:
         self._synced: set[str] = set()
         self._foreign_reported = False
         self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
+        self.afterwards = Afterwards(runtime, self.lock)
 
     @property
     def generation(self) -> int:
@@ -105,12 +107,15 @@ class OwnedRoot:
         self.janitor.delete(self.janitor.leftovers())
 
     def close(self, timeout: float = 60.0) -> None:
-        """Give the root back when the last user closes it, after ``timeout`` seconds of deleting at most."""
+        """Give the root back when the last user closes it, after ``timeout`` seconds of rotating and deleting at most."""
+        until = self.runtime.monotonic() + timeout
         self.users -= 1
         if self.users > 0:
+            self.afterwards.catch_up(timeout)
             return
+        self.afterwards.stop(timeout)
         _open.pop(_key(self.files, self.layout, self.runtime), None)
-        self.janitor.stop(timeout)
+        self.janitor.stop(max(until - self.runtime.monotonic(), 0.0))
         self.journal.event("released", generation=self.generation, **self.pace.close(self.runtime.monotonic()))
         self.ownership.release()
 

@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distckpt import catalog, human, rotation
@@ -74,6 +75,7 @@ class Committer:
                                "members": "which members are saved"}, f"save of step {request.step}")
         try:
             with self.owned.lock:
+                self.owned.afterwards.catch_up()  # what the last save's rotation frees is free before this one takes room
                 verdict = {"go": self._begin(request, reports)}
                 return verdict if self.domains is None else {**verdict, "doubt": sorted(self.owned.in_doubt)}
         except DistckptError:
@@ -186,9 +188,9 @@ class Committer:
                  if report.get("free") is not None and (self.domains is None or rank in self.domains.mine)}
         if needed is None or not known:
             return
-        trash = self.owned.janitor
-        if min(known.values()) < needed and not trash.wait(0) and trash.wait(_ROOM):
-            here = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
+        if min(known.values()) < needed:
+            self.owned.janitor.wait(_ROOM)
+            here = self.owned.files.free(self.owned.layout.root)  # what stood in trash when the ranks looked is gone by now
             known = {rank: max(free, here) for rank, free in known.items()}
         rank = min(known, key=lambda r: known[r])
         if known[rank] < needed:
@@ -255,14 +257,19 @@ class Committer:
                               "files": count, "slowest": list(slowest)}}
 
     def after_commit(self, go: Go, rotate: Callable[[str, Policy], Any] | None = None) -> None:
-        """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
-        request = self.request
-        assert self._policy is not None
-        with self.owned.lock:
-            if request.series == MAIN:
+        """The pointer, then rotation: only now, when every rank has the verdict (P3), and not at the caller's cost. Nothing of
+        it is left when the next begin, or a resume, changes what it goes by."""
+        series, policy, beside = self.request.series, self._policy, self._beside
+        assert policy is not None
+        rotate = rotate or partial(self.owned.rotate, context=self.context())
+
+        def follow() -> None:
+            if series == MAIN:
                 self.owned.point_to(go.name)
-            self.owned.put_beside(go.name, self._beside)
-            (rotate or self.rotate)(request.series, self._policy)
+            self.owned.put_beside(go.name, beside)
+            rotate(series, policy)
+
+        self.owned.afterwards.add(follow)
 
     def rotate(self, series: str, policy: Policy) -> list[str]:
         """Apply ``policy`` to ``series``; names of what went."""
