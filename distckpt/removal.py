@@ -23,8 +23,8 @@ _VANISHED = (errno.ENOENT, errno.ESTALE)
 """Somebody else removed it. Should the mount itself be stale, ``rmdir`` of what holds it says so."""
 
 _HELPERS = 7
-_MANY = 64
-_SHARE = 16
+_MANY = 8
+_SHARES = 64
 
 Job = Callable[[], None]
 Spawn = Callable[[Job], Thread]
@@ -61,7 +61,8 @@ def _remove(parent: Folder, name: str, depth: int, spawn: Spawn | None) -> None:
         if spawn is None or len(items) < _MANY:
             _empty(folder, items, depth, spawn)
         else:
-            _together([partial(_empty, folder, items[i:i + _SHARE], depth, None) for i in range(0, len(items), _SHARE)], spawn)
+            share = -(-len(items) // _SHARES)
+            _together([partial(_empty, folder, items[i:i + share], depth, None) for i in range(0, len(items), share)], spawn)
     parent.rmdir(name)
 
 
