@@ -60,10 +60,13 @@ class Afterwards:
 
     def stop(self, timeout: float) -> None:
         """End the thread, after all jobs where they end in time."""
-        if not self.catch_up(timeout):
-            log.warning("the rotation has not ended within %g s; the next start of the run goes on with it", timeout)
+        ended = self.catch_up(timeout)
         self._stopping = True
         self._wake.set()
+        if ended:
+            self._thread.join(timeout)
+        else:
+            log.warning("the rotation has not ended within %g s; the next start of the run goes on with it", timeout)
 
     def _run(self) -> None:
         while not self._stopping:

@@ -75,6 +75,11 @@ def test_who_looks_next_sees_what_retention_says(files: FaultyFiles, manager: Ch
     assert steps(files) == [2, 3] and pointer(files) == "step-3"
 
 
+def test_a_forked_child_rotates_nothing(files: FaultyFiles, manager: CheckpointManager) -> None:
+    manager._pid += 1
+    assert manager.all_steps() == [1, 2, 3] and steps(files) == [1, 2, 3]
+
+
 def test_the_next_begin_waits_for_it(files: FaultyFiles, manager: CheckpointManager) -> None:
     """The disk holds what retention says, one more, and the one in flight: never two more."""
     before = len(files.log)
