@@ -55,6 +55,10 @@ class Ending:
         """The end-of-run clean-up is the same routine as rotation: what it protects, it protects here (FIELD_CASES B76)."""
         assert self._owned is not None and self._committer is not None
         journal_failures(self._owned.journal.event, reports)
+        if not self._owned.afterwards.catch_up(self._limit / 2):  # the other ranks wait for the answer, and not for longer
+            log.warning("%s is not cleaned up: its last rotation has not ended within %g s; the next start of the run rotates",
+                        self._owned.layout.root, self._limit / 2)
+            return {}
         with self._owned.lock:
             try:
                 self._owned.sweep()

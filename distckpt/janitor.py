@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from functools import partial
 
 from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import MarkerError
@@ -34,7 +34,6 @@ class Janitor:
         self._wake, self._idle = runtime.event(), runtime.event()
         self._lock = runtime.lock()
         self._queue: list[tuple[float, str]] = []
-        self._jobs: list[Callable[[], None]] = []
         self._stopping = False
         self.failures = 0
         self._idle.set()
@@ -108,7 +107,7 @@ class Janitor:
                 self._files.fsync_dir(self._layout.root)
                 self._files.fsync_dir(os.path.dirname(path))
                 return
-            discard(self._files, self._layout.root, path, MARKER)
+            discard(self._files, self._layout.root, path, MARKER, partial(self._runtime.thread, "deleting"))
             if head is not None:
                 self._watch.forget(head.attempt)
         except OSError as error:

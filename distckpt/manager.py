@@ -193,7 +193,7 @@ class CheckpointManager:
         return self._background.poll(step)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether no background save is in flight within ``timeout`` seconds.
+        """Whether no background save is in flight within ``timeout`` seconds; without, the root has what retention says, too.
 
         Without ``timeout``, what it failed with is raised, and every rank must make this call at the same place, though
         nothing is sent. With one the answer is local, and ranks may get different ones: it raises nothing (``poll`` will), and
@@ -204,6 +204,7 @@ class CheckpointManager:
         if timeout is not None:
             return self._background.wait(timeout)
         self._background.settle()
+        self._rotated()
         return True
 
     def async_save(self, step: int, payload: Any, **options: Any) -> SaveHandle:
@@ -228,6 +229,7 @@ class CheckpointManager:
     def save(self, step: int, payload: Any, *, metrics: Mapping[str, Any] | None = None, meta: Mapping[str, Any] | None = None,
              background: bool = False, on_exists: str | None = None, staging: str = "copy") -> SaveHandle:
         """Save ``payload`` as the checkpoint of ``step`` (optimizer steps done); returns when it is committed everywhere.
+        ``latest`` and retention follow behind it: they are done when ``wait``, ``close`` or the next save's begin is.
 
         Collective: every rank, with the same step. ``payload``: TrainState, DCP, Shards, a mapping of those, or a state
         dict (one file per rank). ``metrics``: name to number, for ``keep_best``. ``meta``: small JSON values kept in the marker.
@@ -292,6 +294,13 @@ class CheckpointManager:
         self._usable()
         self._behind.staged()
         self._background.settle()
+        self._rotated()
+
+    def _rotated(self) -> None:
+        """What follows the last commit is done, on the ranks that rotate. Local. A forked child does nothing for its parent."""
+        here = self._owned or self._start.share
+        if here is not None and os.getpid() == self._pid:
+            here.afterwards.catch_up()
 
     def _saved(self, series: str, step: int) -> None:
         self._series[series].schedule.last = int(step)
@@ -388,6 +397,7 @@ class CheckpointManager:
         return self._reader().best_step(metric, mode)
 
     def _reader(self) -> Root:
+        self._rotated()
         return Root(self.root, self._seams.files, self._seams.runtime)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 from distckpt import catalog, recovery, rotation, selection
+from distckpt.afterwards import Afterwards
 from distckpt.catalog import Entry, RootRecord
 from distckpt.durable import GONE, Files
 from distckpt.errors import ConfigError, MarkerError
@@ -72,6 +73,7 @@ class OwnedRoot:
         self._sizes: dict[str, int | None] = {}
         self._foreign_reported = False
         self.janitor = Janitor(files, layout, runtime, ownership.generation, self.watch)
+        self.afterwards = Afterwards(runtime, self.lock)
 
     @property
     def generation(self) -> int:
@@ -107,12 +109,15 @@ class OwnedRoot:
         self.janitor.delete(self.janitor.leftovers(files))
 
     def close(self, timeout: float = 60.0) -> None:
-        """Give the root back when the last user closes it, after ``timeout`` seconds of deleting at most."""
+        """Give the root back when the last user closes it, after ``timeout`` seconds of rotating and deleting at most."""
+        until = self.runtime.monotonic() + timeout
         self.users -= 1
         if self.users > 0:
+            self.afterwards.catch_up(timeout)
             return
+        self.afterwards.stop(timeout)
         _open.pop(_key(self.files, self.layout, self.runtime), None)
-        self.janitor.stop(timeout)
+        self.janitor.stop(max(until - self.runtime.monotonic(), 0.0))
         self.journal.event("released", generation=self.generation, **self.pace.close(self.runtime.monotonic()))
         self.ownership.release()
 
@@ -180,9 +185,10 @@ class OwnedRoot:
                 log.debug("cannot tell how large the next save will be: %s", error)
         return self._sizes[series]
 
-    def trash_went(self, timeout: float) -> bool:
-        """Wait for what is being deleted; whether there was any, and it is gone: there is more room than before."""
-        return not self.janitor.wait(0) and self.janitor.wait(timeout)
+    def make_room(self, timeout: float) -> None:
+        """Rotate what the last commit lets go, and wait until it is deleted."""
+        self.afterwards.catch_up(timeout)
+        self.janitor.wait(timeout)
 
     def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
         """Checkpoints of another run that stand in this root; reported once, left alone."""

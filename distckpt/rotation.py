@@ -1,8 +1,8 @@
 """Taking old checkpoints away: the plan with its reasons, and the moves.
 
-Runs only after a newer checkpoint is committed and its name is durable (P3), by the owner only. A victim leaves by
-one rename into trash; the unlinks come later, off the caller's path (see ``janitor``). Errors here are warnings: the
-new checkpoint is committed, whatever becomes of the old ones.
+Runs only after a newer checkpoint is committed and its name is durable (P3), by the owner only, off the caller's path (see
+``afterwards``). A victim leaves by one rename into trash; the unlinks come later (see ``janitor``). Errors here are warnings:
+the new checkpoint is committed, whatever becomes of the old ones.
 """
 
 from __future__ import annotations

@@ -126,8 +126,12 @@ class Job:
 
     def each(self, target: Callable[[distckpt.CheckpointManager], Any], timeout: float = 30.0,
              ranks: Sequence[int] | None = None) -> list[Outcome]:
-        """One thing on the open managers of all ranks (or of ``ranks``), at once."""
-        return self.threads.run(lambda rank: target(self.managers[rank]), timeout, ranks)
+        """One thing on the open managers of all ranks (or of ``ranks``), at once; and what follows its commits, whoever looks
+        at the root then."""
+        found = self.threads.run(lambda rank: target(self.managers[rank]), timeout, ranks)
+        for manager in self.managers.values():
+            manager._rotated()
+        return found
 
     def finish(self) -> None:
         values(self.each(lambda manager: manager.close()))
@@ -144,6 +148,7 @@ class Job:
             finaliser._wake.set()
             if manager._owned is not None:
                 manager._owned.ownership._stop.set()
+                manager._owned.afterwards._queue.clear()
 
 
 def write(manager: distckpt.CheckpointManager, step: int, text: str = "", **options: Any) -> None:

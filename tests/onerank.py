@@ -1,6 +1,6 @@
 """The real manager with one rank on any ``Files``, on a clock that jumps: for crash and fault tests within one process.
 
-The janitor runs when the test says so (``tidy``), so every run makes the same operations in the same order.
+The threads that rotate and delete run when the test says so (``tidy``), so every run makes the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class Machine:
 
 
 def tidy(manager: CheckpointManager) -> None:
-    """Let the janitor delete what is queued, now and on this thread."""
+    """Let what is queued be rotated and deleted, now and on this thread."""
     runtime = manager._seams.runtime
     assert isinstance(runtime, VirtualRuntime)
-    runtime.run("janitor", waits=0)
+    for name in ("afterwards", "janitor"):
+        runtime.run(name, waits=0)
 
 
 def close(manager: CheckpointManager) -> None:

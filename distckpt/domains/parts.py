@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from distckpt import marker as _marker
@@ -85,7 +86,8 @@ class Parts:
         needed = owned.needed(series)
         try:
             free = owned.files.free(owned.layout.root)
-            if needed is not None and free < needed and owned.trash_went(_ROOM):
+            if needed is not None and free < needed:
+                owned.make_room(_ROOM)
                 free = owned.files.free(owned.layout.root)
         except OSError:
             return {}  # the attempt itself will say what is wrong with this disk
@@ -100,6 +102,7 @@ class Parts:
             return
         owned, go = self.owned, self._go
         with owned.lock:
+            owned.afterwards.catch_up()
             for item in owned.files.scan(owned.layout.staging(owned.generation)):
                 if ATTEMPT.fullmatch(item.name) and item.name not in owned.live and item.name not in self._doubt:
                     self._drop(item.name)
@@ -225,9 +228,9 @@ class Parts:
             self.owned.no_rotation = f"{go.name} is not published on every node"
             raise told
 
-    def rotate(self, series: str, policy: Policy) -> None:
+    def rotation(self) -> Callable[[str, Policy], None]:
         """Rank 0, after the verdict: what was planned. Nobody waits for the others: what they cannot do, the next plan has."""
-        retire.carry_out(self.owned, series, policy, self._plan)
+        return partial(retire.carry_out, self.owned, plan=self._plan)
 
     # -- the other committers ------------------------------------------------------------------------------------
 
@@ -272,10 +275,14 @@ class Parts:
         owned.status.note(go.attempt, "committed", name=go.name)
         owned.journal.event("committed", step=self._request.step, series=series, name=go.name, attempt=go.attempt, seq=go.seq)
         plan = self._client.get([self._key("rotate")])[0]  # it came before the verdict
-        with owned.lock:
+        policy = self._policy(series)
+
+        def follow() -> None:
             if series == MAIN:
                 owned.point_to(go.name)
-            retire.carry_out(owned, series, self._policy(series), plan)
+            retire.carry_out(owned, series, policy, plan)
+
+        owned.afterwards.add(follow)
         return verdict
 
     @contextmanager

@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distckpt import catalog, human, rotation
@@ -74,6 +75,7 @@ class Committer:
                                "members": "which members are saved"}, f"save of step {request.step}")
         try:
             with self.owned.lock:
+                self.owned.afterwards.catch_up()  # what the last save's rotation frees is free before this one takes room
                 verdict = {"go": self._begin(request, reports)}
                 return verdict if self.domains is None else {**verdict, "doubt": sorted(self.owned.in_doubt)}
         except DistckptError:
@@ -178,8 +180,9 @@ class Committer:
                 if report.get("free") is not None and (self.domains is None or rank in self.domains.mine)}
         rooms = []
         if needed is not None and here:
-            if min(here.values()) < needed and self.owned.trash_went(_ROOM):
-                free = self.owned.files.free(self.owned.layout.root)  # what was in trash when the ranks looked is gone now
+            if min(here.values()) < needed:
+                self.owned.make_room(_ROOM)
+                free = self.owned.files.free(self.owned.layout.root)  # what stood in trash when the ranks looked is gone by now
                 here = {rank: max(known, free) for rank, known in here.items()}
             rank = min(here, key=lambda r: here[r])
             rooms = [(rank, here[rank], needed)]
@@ -249,14 +252,19 @@ class Committer:
                               "files": count, "slowest": list(slowest)}}
 
     def after_commit(self, go: Go, rotate: Callable[[str, Policy], Any] | None = None) -> None:
-        """The pointer, then rotation: only now, when every rank has the verdict (P3)."""
-        request = self.request
-        assert self._policy is not None
-        with self.owned.lock:
-            if request.series == MAIN:
+        """The pointer, then rotation: only now, when every rank has the verdict (P3), and not at the caller's cost. Nothing of
+        it is left when the next begin, or a resume, changes what it goes by."""
+        series, policy, beside = self.request.series, self._policy, self._beside
+        assert policy is not None
+        rotate = rotate or partial(self.owned.rotate, context=self.context())
+
+        def follow() -> None:
+            if series == MAIN:
                 self.owned.point_to(go.name)
-            self.owned.put_beside(go.name, self._beside)
-            (rotate or self.rotate)(request.series, self._policy)
+            self.owned.put_beside(go.name, beside)
+            rotate(series, policy)
+
+        self.owned.afterwards.add(follow)
 
     def rotate(self, series: str, policy: Policy) -> list[str]:
         """Apply ``policy`` to ``series``; names of what went."""

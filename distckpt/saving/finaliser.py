@@ -1,4 +1,4 @@
-"""The one background thread of a process that finishes saves: begin, write, fsync, acks, commit, rotation.
+"""The one background thread of a process that finishes saves: begin, write, fsync, acks, commit.
 
 At most one save is in flight, and the main thread makes no collective call of the manager while one is, so the two never
 use the control plane at the same moment and every rank's calls stay in one order.

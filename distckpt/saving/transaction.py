@@ -237,7 +237,7 @@ class Transaction:
             self._committer.unknown(go, told)
             raise
         self._client.set(outcome_key, verdict)
-        self._committer.after_commit(go, self._parts.rotate if self._parts else None)
+        self._committer.after_commit(go, self._parts.rotation() if self._parts else None)
         return verdict
 
     def _fix(self, decision: str) -> bool:

@@ -59,19 +59,30 @@ class SimLock:
         self._depth = 0
         self._waiting: list[Task] = []
 
-    def __enter__(self) -> SimLock:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = self._scheduler
         scheduler.visit("lock", "take")
         me = scheduler.current
+        deadline = None if timeout < 0 else scheduler.now + timeout
         while self._owner is not None and self._owner is not me:
             assert me is not None
+            if not blocking or (deadline is not None and scheduler.now >= deadline):
+                return False
             self._waiting.append(me)
-            scheduler.block(None)
+            if not scheduler.block(deadline) and me in self._waiting:
+                self._waiting.remove(me)
         self._owner = me
         self._depth += 1
+        return True
+
+    def __enter__(self) -> SimLock:
+        self.acquire()
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self.release()
+
+    def release(self) -> None:
         self._depth -= 1
         if self._depth:
             return

@@ -164,6 +164,7 @@ def _write(rank: int, world: int, place: str, size: int, turns: int, variants: l
                 dist.barrier()
                 found[variant].append(time.perf_counter() - begun)
                 if managers[variant]._owned is not None:
+                    managers[variant].wait()
                     managers[variant]._owned.janitor.wait(60)
     for manager in managers.values():
         manager.close()

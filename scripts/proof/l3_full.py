@@ -90,6 +90,7 @@ def _fill(place: Place, life: Life, case: Case, ballast: str) -> dict[str, Any]:
             if told is not None:
                 break
         if place.rank == 0 and manager._owned is not None:
+            manager._owned.afterwards.catch_up()
             assert manager._owned.janitor.wait(PATIENCE)
             left = garbage(life.root)
             assert told is None or not left, f"I10: {left} still take room"

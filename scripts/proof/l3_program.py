@@ -313,6 +313,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
                 rank.save(number, "shards", number)
                 ledger.write("went_on")
                 if manager._owned is not None:
+                    manager._owned.afterwards.catch_up()
                     assert manager._owned.janitor.wait(PATIENCE)
                     ledger.write("garbage", left=garbage(life.root))
             begun = files.count

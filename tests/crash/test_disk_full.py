@@ -124,6 +124,7 @@ def _intact(root: str, steps: list[int]) -> None:
 def _settled(manager: CheckpointManager) -> None:
     """What an aborted attempt took is deleted in the background by rank 0."""
     if manager._owned is not None:
+        manager._owned.afterwards.catch_up()
         assert manager._owned.janitor.wait(20)
     dist.barrier()
 

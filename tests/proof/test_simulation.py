@@ -199,11 +199,16 @@ def test_of_two_faults_one_must_be_told(told: list[str], wrong: list[str]) -> No
 
 
 def test_a_close_that_gives_up_on_a_save_in_flight_is_no_failed_save() -> None:
-    """Rank 0 is slower than the deadline of close; the save is committed all the same, and rank 1 names who did not come."""
-    run = Case.parse("world=2 scenario=background seed=1342 fault=slow:0@334:0.5,fail:0@315:EIO").run()
+    """Rank 0 is slower than the deadline of close; the save may be committed all the same."""
+    run = Case.parse("world=2 scenario=background seed=463 fault=slow:0@286:0.5,fail:0@276:EIO").run()
     assert run.violations == []
-    assert run.managers[0].overdue and "has not ended within 20 s" in str(run.errors[0])
-    assert "rank 0 did not come within 20 s" in str(run.errors[1])
+    assert all(run.managers[rank].overdue and "has not ended within 20 s" in str(run.errors[rank]) for rank in (0, 1))
+
+
+def test_a_rotation_slower_than_the_deadline_of_close_is_left_to_the_next_start() -> None:
+    """It follows the save on rank 0's thread for it: no rank waits for it longer than it said."""
+    run = Case.parse("world=2 scenario=background seed=1921 fault=slow:0@351:2").run()
+    assert run.violations == [] and run.errors == {} and run.fired and run.seconds > 20
 
 
 @pytest.mark.parametrize("world, fault", [(2, "fail:0@73:EIO"), (2, "fail:0@85:EIO"), (2, "fail:1@10:EIO"), (3, "fail:0@64:EIO")])

@@ -102,6 +102,7 @@ def _resumed(rank: int, world: int, home: str) -> Any:
     with manager_on(home, rank, keep_last=1) as manager:
         step = manager.restore(state)
         manager.save(9, state_of(rank, 9))
+        manager.wait()
         return step, state["rank"], float(state["w"][0]), sorted(os.listdir(manager.root))
 
 

@@ -260,6 +260,7 @@ def _soak(rank: int, world: int, root: str, saves: int) -> list[tuple[int, ...]]
             if step % 50 == 0:
                 manager.save(10**6 + step, {"w": state})  # every rank is here, and nobody is in the middle of deleting keys
                 if manager._owned is not None:
+                    manager._owned.afterwards.catch_up()
                     assert manager._owned.janitor.wait(60)  # it holds open the directory that it deletes
                 gc.collect()
                 found.append((step, _rss(), len(os.listdir("/proc/self/fd")), threading.active_count(), client.key_count()))

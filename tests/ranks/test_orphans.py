@@ -152,6 +152,31 @@ manager.close()
     assert _published(tmp_path / "root") == []
 
 
+ROTATES = HEAD.replace("CheckpointManager(root, ", "CheckpointManager(root, keep_last=1, ").replace("close=10", "close=4") + """
+main = threading.main_thread()
+def rotating(operation):
+    started.set()
+    main.join()
+    hold()
+started = threading.Event()
+def hold(): pass
+files.faults.append(call(rotating, op="rename", path=lambda path: "/trash/1/step-1." in path))
+manager.save(1, state)
+manager.save(2, state)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_rotation_may_end_when_the_program_has_ended_and_keeps_it_for_its_deadline_only(
+        hangs: bool, zygote: Zygote, tmp_path: Path) -> None:
+    script = ROTATES.replace("def hold(): pass", "def hold(): time.sleep(3600)") if hangs else ROTATES
+    ended = zygote.run(tmp_path, 1, script + "started.wait()\n", tmp_path / "root")
+    _no_abort(ended)
+    assert ended[0].code == 0 and "without closing" in ended[0].text, ended[0].text[-3000:]
+    assert _published(tmp_path / "root") == (["step-1", "step-2"] if hangs else ["step-2"])
+    assert hangs == ("the rotation has not ended within" in ended[0].text), ended[0].text[-3000:]
+
+
 def test_a_disk_that_hangs_does_not_keep_an_orphan(zygote: Zygote, tmp_path: Path) -> None:
     script = HEAD.replace("close=10", "close=1") + """
 slowly(3600)

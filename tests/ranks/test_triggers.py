@@ -17,9 +17,9 @@ from distckpt.durable import REAL
 from distckpt.errors import ConfigError, RankDisagreement, SaveError
 from distckpt.layout import Layout
 from distckpt.owned import OwnedRoot
+from distckpt.record import CommitRecord
 from distckpt.runtime import SYSTEM
 from distckpt.steps import Schedule, Todo, Tolerate
-from distckpt.testing.faults import FaultyFiles, Operation, call
 from tests.inprocess import Job, await_, events, same_error, values
 from tests.ranks.test_background_failures import Piece, _boom, published
 
@@ -240,12 +240,11 @@ def test_s16_waiting_with_a_timeout_decides_nothing(tmp_path: Path) -> None:
     """It may say yes here and no there: the save stays in flight, and its failure unraised, until a boundary of all."""
     job, hold, meet = Job(tmp_path / "root", 2, in_flight="skip"), threading.Event(), threading.Barrier(2)
 
-    def linger(operation: Operation) -> None:
-        assert hold.wait(10)  # rank 0 has announced the end by then; it rotates while rank 1 goes on
-
-    job._files[0] = FaultyFiles(REAL, call(linger, op="rename", path="latest"))
+    def linger(record: CommitRecord) -> None:
+        assert hold.wait(10)  # rank 0 has announced the end by then; its hook runs while rank 1 goes on
 
     def train(manager: distckpt.CheckpointManager) -> list[bool]:
+        manager.on_commit(linger)
         manager.poll(1)
         handle = manager.save(1, Piece("p"), background=True)
         if manager.rank == 1:

@@ -13,7 +13,9 @@ from distckpt import durable
 from distckpt.durable import REAL
 from distckpt.layout import MARKER
 from distckpt.ordered import create_exclusively, fsync_tree_dirs, make_dir, replace, to_trash, unlink_if_there, write_new
-from distckpt.removal import discard, remove_tree
+from distckpt.removal import Spawn, discard, remove_tree
+from distckpt.runtime import SYSTEM, Thread
+from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten
 from tests.support import crash_disk, make_checkpoint
@@ -223,6 +225,47 @@ def test_a_busy_directory_is_reported() -> None:
     files = FaultyFiles(CrashFiles("/d/v/e"), fail(errno.ENOTEMPTY, op="rmdir", path="/d/v/e"))
     with pytest.raises(OSError):
         remove_tree(files, "/d", "/d/v")
+
+
+def _many(top: Path) -> None:
+    for number in range(200):
+        folder = top / f"d{number % 3}" / ("deep" if number % 2 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}").write_bytes(b"x")
+        (top / f"{number}").write_bytes(b"x")
+    (top / MARKER).write_bytes(b"{}")
+
+
+def _helper(target: Callable[[], None]) -> Thread:
+    return SYSTEM.thread("deleting", target)
+
+
+def test_threads_help_to_delete_what_is_much_and_the_marker_goes_first(tmp_path: Path) -> None:
+    _many(tmp_path / "v")
+    files = FaultyFiles()
+
+    def quick(target: Callable[[], None]) -> Thread:
+        thread = _helper(target)
+        thread.join()
+        return thread
+
+    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, quick)
+    assert list(tmp_path.iterdir()) == [] and len({o.thread for o in files.log}) > 1
+    assert files.log[0].path.endswith(MARKER) and [o.op for o in files.log[:2]] == ["unlink", "fsync_dir"]
+    assert len(files.operations("unlink", "/v/")) == 401 + 3 and files.log[-1] == files.operations("rmdir")[-1]
+
+
+@pytest.mark.parametrize("spawn", [None, _helper, lambda target: VirtualRuntime().thread("deleting", target)],
+                         ids=["alone", "helped", "by threads that never run"])
+def test_what_one_of_the_threads_meets_is_raised_when_all_have_ended(tmp_path: Path, spawn: Spawn | None) -> None:
+    _many(tmp_path / "v")
+    files = FaultyFiles(REAL, fail(errno.EIO, op="unlink", path="/v/150"))
+    with pytest.raises(OSError, match="/v/150"):
+        discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, spawn)
+    assert (tmp_path / "v" / "150").exists() and not (tmp_path / "v" / MARKER).exists()
+    before = len(files.log)
+    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, spawn)
+    assert list(tmp_path.iterdir()) == [] and len(files.log) > before
 
 
 # -- S13 -------------------------------------------------------------------------------------------------------------

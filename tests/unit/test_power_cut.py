@@ -318,7 +318,7 @@ def test_S3_a_removal_that_was_cut_half_way_never_comes_back(monkeypatch: pytest
     """A reader that died between writing its lease and looking again has left a lease on what is half deleted. Without
     the marker going first, durably, the next start would take it for whole and move it back."""
     if not marker_first:
-        monkeypatch.setattr(janitor, "discard", lambda files, root, path, marker: remove_tree_backwards(files, path))
+        monkeypatch.setattr(janitor, "discard", lambda files, root, path, *_: remove_tree_backwards(files, path))
     disk = _half_deleted(crash_disk())
     machine = Machine(pid=500)
     victim = next(path for path in disk.snapshot() if "/trash/1/step-1." in path)
