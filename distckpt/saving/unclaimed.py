@@ -47,7 +47,7 @@ class Unclaimed:
         RankTimeout when a host's first rank does not answer. Each host also tells of what it sees and rank 0 did not.
         """
         client = self._group.rounds.client
-        keys = {rank: self._call.key(self._attempt, "synced", rank) for rank in self._group.leaders}
+        keys = {rank: self._call.key(self._attempt, "synced", rank, by=rank) for rank in self._group.leaders}
         known = [e.path for entries in acked.values() for e in entries] if self.shown_late else None
         client.set(self._call.key(self._attempt, "unclaimed"), {"files": unclaimed, "known": known})
         client.claim(keys[0], self._here(unclaimed, 0, known))
@@ -76,7 +76,8 @@ class Unclaimed:
         if self._group.leads_host and self._call.await_rank0(key, self._progress):
             told = self._group.rounds.client.get([key])[0]
             report = self._here(told["files"], self._group.leaders.index(self._group.rank), told["known"])
-            self._group.rounds.client.claim(self._call.key(self._attempt, "synced", self._group.rank), report)
+            me = self._group.rank
+            self._group.rounds.client.claim(self._call.key(self._attempt, "synced", me, by=me), report)
 
     def _here(self, unclaimed: list[str], position: int, known: list[str] | None) -> Report:
         """Fsync all of them; digest this leader's share. ``known``: files that are acked, where others count as unclaimed too."""

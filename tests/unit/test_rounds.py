@@ -200,7 +200,7 @@ def test_S19_a_report_that_is_sent_twice_counts_once_and_as_it_was_first() -> No
     def twice(group: Group) -> Any:
         with group.rounds.call("meet") as call:
             if group.rank == 1:
-                group.rounds.client.claim(call.name(1, "report", 1), {"value": "first", "op": "meet"})
+                group.rounds.client.claim(call.key(1, "report", 1, by=1), {"value": "first", "op": "meet"})
             else:
                 assert sent.wait(10)
             return call.round({"value": "again"}, lambda reports: {"seen": reports[1]["value"], "count": len(reports)}, 5.0)
@@ -236,6 +236,31 @@ def test_S19_a_calls_keys_stay_until_every_rank_has_reported_the_next() -> None:
     done.join(10)
     assert values(outcomes) == [["a", "b"]] * 3
     assert not client.has("call/2/1/verdict") and not client.has("call/2/1/report/0")
+    groups.close()
+
+
+def test_S19_each_rank_deletes_its_own_keys_after_errors_too() -> None:
+    groups = Groups(3)
+    gone: dict[int, set[str]] = {rank: set() for rank in range(3)}
+    for group in groups.all:
+        def delete(keys: Any, group: Group = group, delete: Any = group.rounds.client.delete) -> None:
+            gone[group.rank] |= set(keys)
+            delete(keys)
+
+        group.rounds.client.delete = delete  # type: ignore[method-assign]
+
+    def refuse(reports: Any) -> Any:
+        raise StepAlreadyExists("there", step=7, attempt=None, background=False, failures={}, outcome="aborted")
+
+    values(groups.each(collect))
+    keys = groups.keys()
+    for _ in range(5):
+        same_error(groups.each(lambda g: collect(g, decide=refuse)), StepAlreadyExists)
+    values(groups.each(collect))
+    assert groups.keys() == keys
+    for rank in range(3):
+        own = {f"call/{call}/1/report/{rank}" for call in range(1, 8)}
+        assert gone[rank] == own | ({f"call/{call}/1/verdict" for call in range(1, 8)} if rank == 0 else set())
     groups.close()
 
 
