@@ -80,7 +80,7 @@ class Transaction:
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
                            aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience,
-                           first=parts.first if parts else 0)
+                           first=parts.first if parts else 0, runtime=self._runtime)
         self._pulse.probe(handle.written_bytes)
         self._unclaimed = Unclaimed(self._call, self._group, self._files, self._directory, go.attempt, self._failure,
                                     algorithm=self._algorithm, progress=self._progress, patience=self._patience)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
@@ -20,6 +21,7 @@ from distckpt.marker import FileEntry
 from distckpt.ordered import walk
 from distckpt.patience import Patience
 from distckpt.saving.files import make_durable
+from distckpt.together import together
 
 
 class Unclaimed:
@@ -82,17 +84,21 @@ class Unclaimed:
     def _here(self, unclaimed: list[str], position: int, known: list[str] | None) -> Report:
         """Fsync all of them; digest this leader's share. ``known``: files that are acked, where others count as unclaimed too."""
         self._group.pulse.phase("fsync of framework files")
-        found = []
+        extra: list[str] = []
+
+        def one(counted: tuple[int, str]) -> list[Any]:
+            index, path = counted
+            mine = index % len(self._group.leaders) == position or index >= len(unclaimed)
+            # rank 0 has seen it; to open it is what makes this host ask for its size as well
+            self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
+            entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None)
+            return [entry.path, entry.size, entry.digest]
+
         try:
             for path in unclaimed:
                 self._files.start_writeback(os.path.join(self._directory, path))
             extra = self._unknown_here({*unclaimed, *known}) if known is not None else []
-            for index, path in enumerate([*unclaimed, *extra]):
-                mine = index % len(self._group.leaders) == position or path in extra
-                # rank 0 has seen it; to open it is what makes this host ask for its size as well
-                self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
-                entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None)
-                found.append([entry.path, entry.size, entry.digest])
+            found = together(self._group.rounds.runtime, one, list(enumerate([*unclaimed, *extra])))
             for folder in sorted({os.path.dirname(path) for path in [*unclaimed, *extra]}):
                 self._files.fsync_dir(os.path.join(self._directory, folder))
         except OSError as error:

@@ -117,7 +117,8 @@ def test_a_circle_of_causes_ends() -> None:
 def test_the_failure_of_every_rank_of_a_very_large_job_can_be_told() -> None:
     """Sixteen thousand ranks meet one full disk: what all are told must fit into one message of the control plane."""
     long = "x" * 4_000
-    failures = {r: RankFailure(r, "OSError", long, f"host-{r}", 1, "write", traceback=2 * long, disk_full=True) for r in range(16_384)}
+    failures = {r: RankFailure(r, "OSError", long, f"host-{r}", 1, "write", traceback=2 * long, disk_full=True)
+                for r in range(16_384)}
     wire = to_wire(errors.DiskFull("full", step=1, attempt=None, background=False, failures=failures, outcome="aborted",
                                    needed=None, free=0, path="/p"))
     assert len(json.dumps(wire)) < 16 << 20
