@@ -20,6 +20,7 @@ from distckpt.coordination.pulse import Pulse, Watch, beat_key, describe
 from distckpt.coordination.store import Client
 from distckpt.errors import (
     CoordinationError,
+    CoordinatorLost,
     DistckptError,
     RankDisagreement,
     RankLost,
@@ -227,7 +228,10 @@ class Call:
             rounds.client.claim(key, {"error": to_wire(error), "by": rounds.rank})
         verdict = rounds.client.get([key])[0]
         if verdict.get("all"):
-            rounds.forget_old()
+            try:
+                rounds.forget_old()
+            except CoordinatorLost as error:  # a courtesy must not hide how the round ended
+                log.debug("rank %d leaves its old keys: %s", rounds.rank, error)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return verdict

@@ -20,6 +20,7 @@ from distckpt.coordination.store import Client
 from distckpt.errors import (
     ConfigError,
     CoordinationError,
+    CoordinatorLost,
     RankDisagreement,
     RankLost,
     RankTimeout,
@@ -261,6 +262,20 @@ def test_S19_each_rank_deletes_its_own_keys_after_errors_too() -> None:
     for rank in range(3):
         own = {f"call/{call}/1/report/{rank}" for call in range(1, 8)}
         assert gone[rank] == own | ({f"call/{call}/1/verdict" for call in range(1, 8)} if rank == 0 else set())
+    groups.close()
+
+
+def test_a_store_that_goes_after_the_verdict_does_not_hide_it() -> None:
+    """Rank 0 may be killed as soon as it has told: what it told is known all the same, on every rank alike (P4)."""
+    groups = Groups(2)
+    values(groups.each(collect))
+
+    def gone(keys: Any) -> None:
+        raise CoordinatorLost("the store is gone")
+
+    groups.all[1].rounds.client.delete = gone  # type: ignore[method-assign]
+    assert values(groups.each(lambda group: collect(group, "seen")))[1]["seen"] == {"0": "seen", "1": "seen"}
+    del groups.all[1].rounds.client.delete
     groups.close()
 
 

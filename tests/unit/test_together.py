@@ -32,12 +32,13 @@ def test_few_are_done_by_the_caller() -> None:
 
 
 def test_the_first_error_is_raised_when_everybody_has_returned() -> None:
-    inside, entered, raised = [0], threading.Event(), threading.Event()
+    inside, begun, entered, raised = [0], list[int](), threading.Event(), threading.Event()
     lock = threading.Lock()
 
     def do(item: int) -> None:
         with lock:
             inside[0] += 1
+            begun.append(item)
         try:
             if item == 0:
                 entered.set()
@@ -47,7 +48,6 @@ def test_the_first_error_is_raised_when_everybody_has_returned() -> None:
                 raised.set()
                 raise OSError(errno.EIO, "of the second")
             else:
-                assert item < 64, "it goes on after an error"
                 assert raised.wait(20)
         finally:
             with lock:
@@ -55,7 +55,7 @@ def test_the_first_error_is_raised_when_everybody_has_returned() -> None:
 
     with pytest.raises(OSError, match="of the second"):
         together(SYSTEM, do, list(range(1000)))
-    assert inside == [0]
+    assert inside == [0] and len(begun) <= 32, "each of sixteen may have taken one more while the error was on its way"
 
 
 def test_where_no_thread_can_be_made_the_caller_does_it_all() -> None:
