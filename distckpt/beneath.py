@@ -32,7 +32,7 @@ _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 1, 2, 4, 8
 _TRIES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One directory entry; ``kind`` is "dir", "file", "link" or "other"."""
 

@@ -32,13 +32,15 @@ from __future__ import annotations
 import errno
 import traceback as _traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 Wire = dict[str, Any]
 
 _TRACEBACK_LIMIT = 8_000
 _MESSAGE_LIMIT = 4_000
+_TOLD_WHOLE = 64
+_TOLD_SHORT = 300
 
 
 @dataclass(frozen=True)
@@ -248,12 +250,14 @@ _RANK_KEYED = ("values", "missing", "failures")
 
 
 def to_wire(error: DistckptError) -> Wire:
-    """``error`` as bounded JSON values."""
+    """``error`` as bounded JSON values. Of many failures (a full disk fails on every rank of ten thousand) the first are told
+    whole, and the others without traceback: each rank's log has its own."""
     fields: dict[str, Any] = {}
     for name in error._fields:
         value = getattr(error, name)
         if name == "failures" and value is not None:
-            value = {str(r): asdict(f) for r, f in value.items()}
+            value = {str(r): asdict(f if n < _TOLD_WHOLE else replace(f, traceback="", message=f.message[:_TOLD_SHORT]))
+                     for n, (r, f) in enumerate(sorted(value.items()))}
         elif name in _RANK_KEYED and value is not None:
             value = {str(r): v for r, v in value.items()}
         fields[name] = value

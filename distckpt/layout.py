@@ -224,7 +224,12 @@ def name_problem(name: str, series: str) -> str | None:
     return None if _SERIES.fullmatch(series) else f"its series is {series!r}"
 
 
+_HARMLESS = re.compile(r"(?:[\w=+,@ -][\w.=+,@ -]*/){0,16}[\w=+,@ -][\w.=+,@ -]*", re.ASCII)
+
+
 def member_path_problem(path: object) -> str | None:
+    if isinstance(path, str) and len(path) < 64 and path != MARKER and _HARMLESS.fullmatch(path):
+        return None  # nearly every name; the rest is asked in full
     if not isinstance(path, str) or not path:
         return "it is empty or not text"
     if len(path) > 1024:

@@ -30,6 +30,7 @@ from distckpt.retention import Policy
 from distckpt.rootdir import agree_naming, await_newest, make_root, settle_record, sync_root
 from distckpt.runtime import Runtime
 from distckpt.status import Status
+from distckpt.together import together
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +157,8 @@ class OwnedRoot:
         if found.head.attempt not in self._synced:
             directory = self.layout.final(entry.name)
             try:
-                for file in found.files:
-                    self.files.fsync(os.path.join(directory, file.path))
-                self.files.fsync(os.path.join(directory, MARKER))
+                paths = [os.path.join(directory, name) for name in (*(file.path for file in found.files), MARKER)]
+                together(self.runtime, self.files.fsync, paths)
                 fsync_tree_dirs(self.files, directory)
             except OSError as error:
                 self.no_rotation = f"{entry.name} could not be synced ({error})"

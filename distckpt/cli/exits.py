@@ -5,6 +5,11 @@ from __future__ import annotations
 OK, FAILED, USAGE, NO_CHECKPOINT, NONE_USABLE, DAMAGED, IN_USE = range(7)
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
 
+
+class UsageError(Exception):
+    """The command line does not make sense; exit code 2."""
+
+
 TABLE = """\
 exit codes:
   0  it is as asked

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from distckpt import __version__
 from distckpt.cli import exits
+from distckpt.cli.exits import UsageError
 from distckpt.cli.output import Logged, Output, complain, hush
-from distckpt.cli.target import UsageError
 from distckpt.errors import DistckptError, NoUsableCheckpoint, RootInUse, StepNotFound
 
 _EPILOG = f"""\

@@ -13,9 +13,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from distckpt.marker import Head
+if TYPE_CHECKING:
+    from distckpt.marker import Head
 
 Row = Sequence[str]
 

@@ -7,14 +7,11 @@ import os
 from dataclasses import dataclass
 
 from distckpt.catalog import Entry
+from distckpt.cli.exits import UsageError as UsageError
 from distckpt.durable import GONE, REAL
 from distckpt.errors import ConfigError, StepNotFound
 from distckpt.layout import HOME, MAIN, MARKER, check_series
 from distckpt.reader import Root, warned
-
-
-class UsageError(Exception):
-    """The command line does not make sense; exit code 2."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def encode(value: dict[str, Any]) -> str:
 def decode(data: bytes) -> dict[str, Any]:
     """What ``encode`` was given. JSON and nothing else: a value that somebody else put there is an error, and no code."""
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode())  # of bytes it would first guess the encoding
     except (ValueError, RecursionError) as error:
         raise CoordinationError(f"a report is not JSON ({error}): {data[:80]!r}") from error
     if not isinstance(value, dict):

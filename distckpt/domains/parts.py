@@ -94,7 +94,7 @@ class Parts:
         return {} if needed is None else {"room": [free, needed]}
 
     def _key(self, kind: str, *rank: int) -> str:
-        return self._call.key(self._go.attempt, kind, *rank)
+        return self._call.key(self._go.attempt, kind, *rank, by=rank[0] if rank else 0)
 
     def make_staging(self) -> None:
         """On a committer: the attempt's directory on its own disk. OSError ends the attempt for all, by the abort key."""

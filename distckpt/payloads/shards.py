@@ -77,6 +77,9 @@ class Shards:
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
         name = checkpoint.name_of(self._file)
+        if type(self._state) is dict and self._format == "torch":
+            torchfile.read_into(checkpoint, name, self._state)
+            return
         if self._format == "safetensors":
             from safetensors.torch import load_file
 

@@ -11,6 +11,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from distckpt.checkpoint import Checkpoint
+from distckpt.payloads import inplace, loadable
 from distckpt.saving.files import PieceWriter, as_file
 
 _crc = threading.Lock()
@@ -40,6 +41,15 @@ def without_crc(digested: bool) -> Iterator[None]:
             yield
         finally:
             set_crc32_options(before)
+
+
+def read_into(checkpoint: Checkpoint, name: str, target: dict[Any, Any]) -> None:
+    """What ``read`` gives, put into ``target``: tensors in place."""
+    with checkpoint.open(name) as file:
+        if inplace.fill(target, file, "state"):
+            return
+        file.seek(0)
+        loadable.fill(target, torch.load(file, weights_only=True, map_location="cpu"), "state")
 
 
 def read(checkpoint: Checkpoint, name: str) -> Any:

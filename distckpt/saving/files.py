@@ -15,6 +15,8 @@ from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
 from distckpt.ordered import make_dir, walk
 from distckpt.patience import NONE, Patience
+from distckpt.runtime import SYSTEM, Runtime
+from distckpt.together import together
 
 _PACE = 8 << 20
 _BEHIND = 32 << 20
@@ -137,11 +139,11 @@ class RankFiles:
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
                  aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
-                 parent: RankFiles | None = None, first: int = 0) -> None:
+                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
         self.first: int = parent.first if parent else first
         self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
-        self._algorithm, self._aborted = algorithm, aborted
+        self._algorithm, self._aborted, self._runtime = algorithm, aborted, runtime
         self._top: RankFiles = parent._top if parent else self
         if parent is None:
             self._claims: dict[str, _Claim] = {}
@@ -196,7 +198,7 @@ class RankFiles:
         check_member_path(name)
         return RankFiles(self._files, self._directory, self.rank, self.world, algorithm=self._algorithm,
                          aborted=self._aborted, skipped=self.skipped, prefix=f"{self._prefix}{name}/",
-                         patience=self._patience, parent=self)
+                         patience=self._patience, parent=self, runtime=self._runtime)
 
     def private(self) -> str:
         """A directory in the attempt that no other rank writes into, for a framework that gives its files names of its own.
@@ -321,7 +323,7 @@ class RankFiles:
         for relative, claim in claims:
             if claim.writer is None:
                 self.begin(os.path.join(self._directory, relative))
-        entries = [self._finish_file(relative, claim) for relative, claim in claims]
+        entries = together(self._runtime, self._finish_file, claims)
         folders = {""}
         for entry in entries:
             parts = entry.path.split("/")[:-1]
@@ -330,7 +332,8 @@ class RankFiles:
             self._files.fsync_dir(os.path.join(self._directory, folder) if folder else self._directory)
         return entries
 
-    def _finish_file(self, relative: str, claim: _Claim) -> FileEntry:
+    def _finish_file(self, claimed: tuple[str, _Claim]) -> FileEntry:
+        relative, claim = claimed
         path = os.path.join(self._directory, relative)
         writer = claim.writer
         if writer is not None:

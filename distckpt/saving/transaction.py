@@ -82,7 +82,7 @@ class Transaction:
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
                            aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience,
-                           first=parts.first if parts else 0)
+                           first=parts.first if parts else 0, runtime=self._runtime)
         self._pulse.probe(handle.written_bytes)
         self._unclaimed = Unclaimed(self._call, self._group, self._files, self._directory, go.attempt, self._failure,
                                     algorithm=self._algorithm, progress=self._progress, patience=self._patience)
@@ -178,24 +178,22 @@ class Transaction:
                               where=self._directory)
 
     def _decide(self, go: Go, report: Report, entries: list[FileEntry]) -> Report:
-        keys = {rank: self._call.key(go.attempt, "ack", rank) for rank in range(self._group.world)}
-        outcome_key = self._call.key(go.attempt, "outcome")
-        left_keys = {rank: self._call.name(go.attempt, "left", rank) for rank in keys}
-        standing = self._client.claim(keys[self._group.rank], {**report, "rank": self._group.rank})
+        me, outcome_key = self._group.rank, self._call.key(go.attempt, "outcome")
+        standing = self._client.claim(self._call.key(go.attempt, "ack", me, by=me), {**report, "rank": me})
         if standing.get("filled"):
-            self._client.set(left_keys[self._group.rank], {})
-        if self._group.rank != 0:
+            self._client.set(self._call.key(go.attempt, "left", me, by=me), {})
+        if me != 0:
             if self._parts is None:
                 return self._await_outcome(go, outcome_key)
             with self._parts.ending():
                 return self._parts.carry_out(self._await_outcome(go, outcome_key))
+        keys = {rank: self._call.key(go.attempt, "ack", rank, by=rank) for rank in range(self._group.world)}
         reports, watch = self._call.gather(keys, self._progress, progress=True, abort=self._decision)
-        return self._lead(go, reports, watch, outcome_key, left_keys)
+        return self._lead(go, reports, watch, outcome_key)
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
-    def _lead(self, go: Go, reports: dict[int, Report], watch: Watch, outcome_key: str,
-              left_keys: dict[int, str]) -> Report:
+    def _lead(self, go: Go, reports: dict[int, Report], watch: Watch, outcome_key: str) -> Report:
         absence = self._call.absence(watch, "write") if watch.absent() else None
         try:
             problem: DistckptError | None = self._problem(go, reports, absence)
@@ -222,7 +220,8 @@ class Transaction:
         except DistckptError as error:
             if not (isinstance(error, SaveError) and error.outcome == "unknown"):
                 self._client.set(outcome_key, {"error": to_wire(error)})
-                still = [self._call.rounds.used(left_keys[r]) for r in left_keys if r not in reports and r not in watch.lost]
+                still = [self._call.key(go.attempt, "left", r, by=r) for r in watch.keys
+                         if r not in reports and r not in watch.lost]
                 self._committer.aborted(go, error, swept=self._all_left(still, bool(watch.timed_out)))
             else:
                 self._client.set(outcome_key, {"error": to_wire(error)})
@@ -379,7 +378,9 @@ def _enter(reports: dict[int, Report]) -> Report:
 
 def _with_both(failure: RankFailure, directory: str, reports: dict[int, Report]) -> RankFailure:
     """A file of this attempt that stood there when a rank made it is another rank's: the failure names both."""
-    name = os.path.relpath(failure.path, directory) if failure.type == "FileExistsError" and failure.path else ""
+    if failure.type != "FileExistsError" or not failure.path:
+        return failure
+    name = os.path.relpath(failure.path, directory)
     for rank, report in reports.items():
         if rank != failure.rank and name in [*report.get("claimed", ()), *(entry[0] for entry in report.get("files", ()))]:
             return replace(failure, message=both_wrote(name, *sorted((rank, failure.rank))))

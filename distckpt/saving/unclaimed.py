@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
@@ -20,6 +21,7 @@ from distckpt.marker import FileEntry
 from distckpt.ordered import walk
 from distckpt.patience import Patience
 from distckpt.saving.files import make_durable
+from distckpt.together import together
 
 
 class Unclaimed:
@@ -47,7 +49,7 @@ class Unclaimed:
         RankTimeout when a host's first rank does not answer. Each host also tells of what it sees and rank 0 did not.
         """
         client = self._group.rounds.client
-        keys = {rank: self._call.key(self._attempt, "synced", rank) for rank in self._group.leaders}
+        keys = {rank: self._call.key(self._attempt, "synced", rank, by=rank) for rank in self._group.leaders}
         known = [e.path for entries in acked.values() for e in entries] if self.shown_late else None
         client.set(self._call.key(self._attempt, "unclaimed"), {"files": unclaimed, "known": known})
         client.claim(keys[0], self._here(unclaimed, 0, known))
@@ -76,22 +78,27 @@ class Unclaimed:
         if self._group.leads_host and self._call.await_rank0(key, self._progress):
             told = self._group.rounds.client.get([key])[0]
             report = self._here(told["files"], self._group.leaders.index(self._group.rank), told["known"])
-            self._group.rounds.client.claim(self._call.key(self._attempt, "synced", self._group.rank), report)
+            me = self._group.rank
+            self._group.rounds.client.claim(self._call.key(self._attempt, "synced", me, by=me), report)
 
     def _here(self, unclaimed: list[str], position: int, known: list[str] | None) -> Report:
         """Fsync all of them; digest this leader's share. ``known``: files that are acked, where others count as unclaimed too."""
         self._group.pulse.phase("fsync of framework files")
-        found = []
+        extra: list[str] = []
+
+        def one(counted: tuple[int, str]) -> list[Any]:
+            index, path = counted
+            mine = index % len(self._group.leaders) == position or index >= len(unclaimed)
+            # rank 0 has seen it; to open it is what makes this host ask for its size as well
+            self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
+            entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None)
+            return [entry.path, entry.size, entry.digest]
+
         try:
             for path in unclaimed:
                 self._files.start_writeback(os.path.join(self._directory, path))
             extra = self._unknown_here({*unclaimed, *known}) if known is not None else []
-            for index, path in enumerate([*unclaimed, *extra]):
-                mine = index % len(self._group.leaders) == position or path in extra
-                # rank 0 has seen it; to open it is what makes this host ask for its size as well
-                self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
-                entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None)
-                found.append([entry.path, entry.size, entry.digest])
+            found = together(self._group.rounds.runtime, one, list(enumerate([*unclaimed, *extra])))
             for folder in sorted({os.path.dirname(path) for path in [*unclaimed, *extra]}):
                 self._files.fsync_dir(os.path.join(self._directory, folder))
         except OSError as error:

@@ -9,11 +9,12 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts.benchmarks import background, core, frameworks, rotation
+from scripts.benchmarks import background, coordination, core, frameworks, memory, reading, small, startup
 from scripts.benchmarks.report import Row, table
 
-GROUPS: dict[str, Callable[..., Iterator[Row]]] = {"background": background.run, "core": core.run, "frameworks": frameworks.run,
-                                                    "rotation": rotation.run}
+GROUPS: dict[str, Callable[..., Iterator[Row]]] = {
+    "background": background.run, "coordination": coordination.run, "core": core.run, "frameworks": frameworks.run,
+    "memory": memory.run, "reading": reading.run, "small": small.run, "startup": startup.run}
 
 
 def main() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,3 +55,17 @@ def column(found: Found, name: str, index: int = 0) -> list[float]:
 def row(name: str, found: Found, ours: str, theirs: str, index: int = 0, target: float | None = None, note: str = "") -> Row:
     rounds = f"{len(found[ours])} rounds"
     return Row(name, column(found, ours, index), column(found, theirs, index), target, f"{rounds}; {note}" if note else rounds)
+
+
+Scenario = Callable[[Path, bool], Iterator[Row]]
+
+
+def scenarios(place: Path, quick: bool, only: str, known: Mapping[str, Scenario]) -> Iterator[Row]:
+    """The rows of those scenarios whose name holds ``only``, each in a directory of its own that is gone afterwards."""
+    for name, scenario in known.items():
+        if only in name:
+            folder = place / name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield from scenario(folder, quick)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -303,7 +303,8 @@ def test_as_a_process_it_is_quick_and_imports_no_torch(tmp_path: Path) -> None:
         best = min(best, time.perf_counter() - began)
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 202 and done.stderr == ""
     print(f"\ndistckpt ls, 200 checkpoints of 32 files, best of 5: {best:.3f} s (goal 0.3 s)")
-    script = ("import sys; from distckpt.cli.main import main\n"
+    script = ("import sys, distckpt; from distckpt.cli.main import main, parser; parser()\n"
+              "if {'distckpt.reader', 'distckpt.marker', 'ctypes'} & set(sys.modules): sys.exit('not instant')\n"
               f"main(['ls', {layout.root!r}]); main(['show', {layout.root!r}]); main(['latest', {layout.root!r}])\n"
               "main(['verify', sys.argv[1]])\n"
               "heavy = {'torch', 'numpy', 'xxhash', 'mpi4py'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)")

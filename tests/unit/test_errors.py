@@ -112,3 +112,16 @@ def test_a_circle_of_causes_ends() -> None:
     one, other = RuntimeError("a"), RuntimeError("b")
     one.__cause__, other.__cause__ = other, one
     assert is_disk_full(one) is False
+
+
+def test_the_failure_of_every_rank_of_a_very_large_job_can_be_told() -> None:
+    """Sixteen thousand ranks meet one full disk: what all are told must fit into one message of the control plane."""
+    long = "x" * 4_000
+    failures = {r: RankFailure(r, "OSError", long, f"host-{r}", 1, "write", traceback=2 * long, disk_full=True)
+                for r in range(16_384)}
+    wire = to_wire(errors.DiskFull("full", step=1, attempt=None, background=False, failures=failures, outcome="aborted",
+                                   needed=None, free=0, path="/p"))
+    assert len(json.dumps(wire)) < 16 << 20
+    told = from_wire(wire)
+    assert isinstance(told, errors.DiskFull) and len(told.failures) == 16_384
+    assert told.failures[0] == failures[0] and told.failures[9_999].message == long[:300] and not told.failures[9_999].traceback

@@ -20,6 +20,7 @@ from distckpt.coordination.store import Client
 from distckpt.errors import (
     ConfigError,
     CoordinationError,
+    CoordinatorLost,
     RankDisagreement,
     RankLost,
     RankTimeout,
@@ -200,7 +201,7 @@ def test_S19_a_report_that_is_sent_twice_counts_once_and_as_it_was_first() -> No
     def twice(group: Group) -> Any:
         with group.rounds.call("meet") as call:
             if group.rank == 1:
-                group.rounds.client.claim(call.name(1, "report", 1), {"value": "first", "op": "meet"})
+                group.rounds.client.claim(call.key(1, "report", 1, by=1), {"value": "first", "op": "meet"})
             else:
                 assert sent.wait(10)
             return call.round({"value": "again"}, lambda reports: {"seen": reports[1]["value"], "count": len(reports)}, 5.0)
@@ -236,6 +237,45 @@ def test_S19_a_calls_keys_stay_until_every_rank_has_reported_the_next() -> None:
     done.join(10)
     assert values(outcomes) == [["a", "b"]] * 3
     assert not client.has("call/2/1/verdict") and not client.has("call/2/1/report/0")
+    groups.close()
+
+
+def test_S19_each_rank_deletes_its_own_keys_after_errors_too() -> None:
+    groups = Groups(3)
+    gone: dict[int, set[str]] = {rank: set() for rank in range(3)}
+    for group in groups.all:
+        def delete(keys: Any, group: Group = group, delete: Any = group.rounds.client.delete) -> None:
+            gone[group.rank] |= set(keys)
+            delete(keys)
+
+        group.rounds.client.delete = delete  # type: ignore[method-assign]
+
+    def refuse(reports: Any) -> Any:
+        raise StepAlreadyExists("there", step=7, attempt=None, background=False, failures={}, outcome="aborted")
+
+    values(groups.each(collect))
+    keys = groups.keys()
+    for _ in range(5):
+        same_error(groups.each(lambda g: collect(g, decide=refuse)), StepAlreadyExists)
+    values(groups.each(collect))
+    assert groups.keys() == keys
+    for rank in range(3):
+        own = {f"call/{call}/1/report/{rank}" for call in range(1, 8)}
+        assert gone[rank] == own | ({f"call/{call}/1/verdict" for call in range(1, 8)} if rank == 0 else set())
+    groups.close()
+
+
+def test_a_store_that_goes_after_the_verdict_does_not_hide_it() -> None:
+    """Rank 0 may be killed as soon as it has told: what it told is known all the same, on every rank alike (P4)."""
+    groups = Groups(2)
+    values(groups.each(collect))
+
+    def gone(keys: Any) -> None:
+        raise CoordinatorLost("the store is gone")
+
+    groups.all[1].rounds.client.delete = gone  # type: ignore[method-assign]
+    assert values(groups.each(lambda group: collect(group, "seen")))[1]["seen"] == {"0": "seen", "1": "seen"}
+    del groups.all[1].rounds.client.delete
     groups.close()
 
 

@@ -1,0 +1,96 @@
+"""Many files, several at a time: every one done, each one's own error, and nothing under way when it is over."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from distckpt.durable import REAL, Files
+from distckpt.runtime import SYSTEM, SystemRuntime, Thread
+from distckpt.testing.faults import FaultyFiles, fail
+from distckpt.together import together
+from tests.unit.test_rank_files import rank_files
+
+
+def test_results_are_in_order_and_threads_do_the_work_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=20)  # two of them must be inside at once
+
+    def do(item: int) -> int:
+        if item < 2:
+            both.wait()
+        return item * item
+
+    assert together(SYSTEM, do, list(range(100))) == [item * item for item in range(100)]
+
+
+def test_few_are_done_by_the_caller() -> None:
+    assert set(together(SYSTEM, lambda item: threading.get_ident(), [1, 2, 3])) == {threading.get_ident()}
+
+
+def test_the_first_error_is_raised_when_everybody_has_returned() -> None:
+    inside, begun, entered, raised = [0], list[int](), threading.Event(), threading.Event()
+    lock = threading.Lock()
+
+    def do(item: int) -> None:
+        with lock:
+            inside[0] += 1
+            begun.append(item)
+        try:
+            if item == 0:
+                entered.set()
+                assert raised.wait(20)
+            elif item == 1:
+                assert entered.wait(20)
+                raised.set()
+                raise OSError(errno.EIO, "of the second")
+            else:
+                assert raised.wait(20)
+        finally:
+            with lock:
+                inside[0] -= 1
+
+    with pytest.raises(OSError, match="of the second"):
+        together(SYSTEM, do, list(range(1000)))
+    assert inside == [0] and len(begun) <= 32, "each of sixteen may have taken one more while the error was on its way"
+
+
+def test_where_no_thread_can_be_made_the_caller_does_it_all() -> None:
+    class Poor(SystemRuntime):
+        def thread(self, name: str, target: object, daemon: bool = True) -> Thread:
+            raise RuntimeError("can't start new thread")
+
+    assert together(Poor(), lambda item: item + 1, list(range(50))) == list(range(1, 51))
+
+
+def test_one_bad_file_of_a_hundred_condemns_the_attempt(tmp_path: Path) -> None:
+    faulty = FaultyFiles(REAL, fail(errno.EIO, op="fsync_file", path="file-050"))
+    files = rank_files(tmp_path, faulty)
+    for number in range(100):
+        Path(files.claim(f"file-{number:03d}")).write_bytes(b"x" * number)
+    with pytest.raises(OSError, match="file-050") as raised:
+        files.finish()
+    assert raised.value.errno == errno.EIO
+
+
+def test_every_file_is_synced_before_the_directory(tmp_path: Path) -> None:
+    synced: list[str] = []
+
+    class Noting(Files):
+        def fsync(self, path: str) -> None:
+            super().fsync(path)
+            synced.append(os.path.basename(path))
+
+        def fsync_dir(self, path: str) -> None:
+            synced.append("the directory")
+            super().fsync_dir(path)
+
+    files = rank_files(tmp_path, Noting())
+    names = [f"file-{number:03d}" for number in range(100)]
+    for name in names:
+        Path(files.claim(name)).write_bytes(b"x")
+    assert [entry.path for entry in files.finish()] == names
+    assert sorted(synced[:-1]) == names and synced[-1] == "the directory"
