@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,20 +45,21 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "\n".join(f"  {name:12} {(sys.modules[run.__module__].__doc__ or '').splitlines()[0]}" for name, run in GROUPS.items())
+    lines = {name: (sys.modules[run.__module__].__doc__ or "?").splitlines()[0] for name, run in GROUPS.items()}
+    about = "\n".join(f"  {name:11} {line}" for name, line in lines.items())
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__, epilog=_EPILOG.format(groups=about),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("group", nargs="*", metavar="GROUP", help="what to run (default: everything)")
     parser.add_argument("--only", default="", metavar="TEXT", help="run scenarios whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it runs")
     parser.add_argument("--check", action="store_true",
-                        help=f"exit with 1, naming each, where a median misses its target by more than {SLACK - 1:.0%}")
+                        help=f"exit with 1, naming each, where a median misses its target by more than {SLACK - 1:.0%}%")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows, every round of them, to this file as well")
     parser.add_argument("--charts", metavar="DIR", type=Path, help="draw one SVG for each group into this directory")
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(".cache/bench"),
                         help="where to write, on whichever file system that is (default: %(default)s)")
-    parser.add_argument("--loop", nargs=2, metavar=("KIND", "SIZE"), help=f"write to a file system of KIND ({' or '.join(LOOPS)}) "
-                        "and SIZE (8G) in a file in --dir, mounted for this run; root only")
+    parser.add_argument("--loop", nargs=2, metavar=("KIND", "SIZE"), help="write to a new file system of KIND "
+                        f"({' or '.join(LOOPS)}) and SIZE (8G) in a file in --dir, mounted for this run; root only")
     parser.add_argument("--size", type=int, metavar="MB", help="MB of state of all ranks together (frameworks only)")
     return parser
 
@@ -89,11 +91,16 @@ def main(arguments: list[str] | None = None) -> int:
         system = describe(place)
         print(f"machine: {machine}, load {os.getloadavg()[0]:.1f}; files in {place}, {system}")
         rows: dict[str, list[Row]] = {name: [] for name in names}
+        broken: list[str] = []
         for name in names:
             print(f"== {name}: load {os.getloadavg()[0]:.1f}", flush=True)
-            for row in GROUPS[name](place, given.quick, given.only, **options):
-                rows[name].append(row)
-                print(table([row], head=len(rows[name]) == 1), flush=True)
+            try:
+                for row in GROUPS[name](place, given.quick, given.only, **options):
+                    rows[name].append(row)
+                    print(table([row], head=len(rows[name]) == 1), flush=True)
+            except Exception:  # whatever ended it, the other groups' twenty minutes are not lost
+                traceback.print_exc()
+                broken.append(name)
     if given.json is not None:
         found = {"machine": machine, "place": system, "quick": given.quick,
                  "groups": {name: [row.as_json() for row in of] for name, of in rows.items()}}
@@ -108,8 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"MISSED {line}")
         held = sum(row.target is not None or row.limit is not None for name in names for row in rows[name])
         print(f"{held} rows with a target, {len(wrong)} missed by more than {SLACK - 1:.0%}")
+    for name in broken:
+        print(f"FAILED {name}: it ended with the exception above, and its other scenarios did not run")
     print(f"load at the end {os.getloadavg()[0]:.1f}")
-    return 1 if given.check and wrong else 0
+    return 1 if broken or given.check and wrong else 0
 
 
 if __name__ == "__main__":

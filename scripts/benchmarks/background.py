@@ -29,6 +29,8 @@ _FULL, _QUICK = 256 << 20, 32 << 20
 _ROOMY = 12  # times the state, in free memory: every variant has staging memory of its own
 _KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 _DISK, _LATENCY = 9, 20  # rounds
+_LEAST = 1e-3
+"""Seconds of training lost below which the noise of steps decides; less, and a negative time, counts as this."""
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
@@ -191,7 +193,7 @@ def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
     yield row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4, case=2)
     yield row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2, case=2)
     for how in ("overlap", "copy", *(name for name in found if name.startswith("dcp"))):
-        yield row(f"the step with the save in it, {how} / a step", found, how, "none", 3, note="the writer works in it too", case=5)
+        yield row(f"the step with the save in it, {how} / a step", found, how, "none", 3, note="the writer works too", case=5)
 
 
 # -- beside DCP --------------------------------------------------------------------------------------------------------
@@ -251,7 +253,8 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
             trainer.fence, cpu = None, _cpu_beside() - cpu
             saver.end()
             free = (before + trainer.run(alone)) / 2
-            return seconds / steps, free, stall + seconds - steps * free, stall + seconds, cpu
+            lost = max(stall + seconds - steps * free, _LEAST)
+            return seconds / steps, free, lost, stall + seconds, cpu
         return once
 
     with ExitStack() as stack:
@@ -276,6 +279,7 @@ def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
     for ours in (n for n in found if n.startswith("ours")):
         target = None if ours == "ours, process" else 1.0
         for theirs in (n for n in found if n.startswith("dcp")):
-            yield row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, target, "stall + slower steps", case=5)
+            lost = f"training lost per save: {ours} / {theirs}"
+            yield row(lost, found, ours, theirs, 2, target, "stall + slower steps", case=5)
             yield Row(f"slowdown of a step beside it: {ours} / {theirs}", slower[ours], slower[theirs], target, unit="", case=5)
             yield row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4, case=5)

@@ -1,4 +1,4 @@
-"""One SVG for each group: a panel for each case, a line for each row, the rounds' ratios as they spread, the target beside them."""
+"""One SVG for each group: a panel for each case, a line for each row, how its rounds spread, and the target."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def draw(group: str, rows: list[Row], where: str, path: Path) -> None:
 
 def _ratios(row: Row) -> list[float]:
     """What is drawn: a row that has only a limit is drawn as parts of that."""
-    if row.ratios:
-        return row.ratios
-    return [value / row.limit for value in row.ours] if row.limit else []
+    ratios = row.ratios or ([value / row.limit for value in row.ours] if row.limit else [])
+    return [ratio for ratio in ratios if ratio > 0]  # the axis is logarithmic
 
 
 def _panel(axis: Any, rows: list[Row]) -> None:

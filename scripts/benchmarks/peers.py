@@ -24,6 +24,7 @@ from scripts.proof.peers.child import Child, environment
 
 REPOSITORY = Path(__file__).parents[2]
 HOMES = Path(os.environ.get("DISTCKPT_BENCH_PEERS", REPOSITORY / ".cache/peers"))
+PROGRAMS = Path(__file__).parent / "programs"
 _START, _ASK, _END = 180.0, 120.0, 20.0
 _OURS, _BARE, _SYNC = "distckpt", "write + fsync", "sync"
 
@@ -83,9 +84,9 @@ def _start(peer: Peer, place: Path, size: int, stack: ExitStack) -> tuple[Child,
         why = environment(HOMES / peer.name, peer.packages)
         if why:
             raise RuntimeError(f"did not install: {why}")
-    env = {**os.environ, "PYTHONPATH": "" if peer.packages else str(REPOSITORY), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0",
-           "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONDONTWRITEBYTECODE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    program = Path(__file__).parent / "programs" / f"{peer.program}.py"
+    env = {**os.environ, "PYTHONPATH": "" if peer.packages else str(REPOSITORY), "OMP_NUM_THREADS": "1",
+           "RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONDONTWRITEBYTECODE": "1"}
+    program = PROGRAMS / f"{peer.program}.py"
     folder = place / peer.name.replace(" ", "")
     child = Child(peer.name, [peer.python, str(program), str(folder), str(size)], env, place / f"{folder.name}.log")
     stack.enter_context(child)

@@ -73,8 +73,8 @@ def _span(values: list[float], unit: str) -> str:
     if not values:
         return "-"
     low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{shown(low, unit, middle)}/{shown(middle, unit, middle)}/{shown(high, unit)}" if unit == "" else (
-        f"{shown(low, unit, middle)}/{shown(middle, unit, middle)}/{shown(high, unit, middle)} {shown(middle, unit).split()[-1]}")
+    name = shown(middle, unit).partition(" ")[2]
+    return f"{'/'.join(shown(value, unit, middle) for value in (low, middle, high))} {name}".rstrip()
 
 
 def _targets(row: Row) -> str:
@@ -87,11 +87,12 @@ def _targets(row: Row) -> str:
 def table(rows: list[Row], head: bool = True) -> str:
     lines = []
     if head:
-        lines.append(f"{'case':>4} {'scenario':66} {'ours min/med/max':24} {'beside min/med/max':24} {'ratio (median)':>18} {'target':>16}")
+        lines.append(f"{'scenario':76} {'case':>4} {'ours min/med/max':24} {'beside min/med/max':24} "
+                     f"{'ratio (median)':>19} target")
     for row in rows:
         ratio = ""
         if row.ratios:
             ratio = f"{statistics.median(row.ratios):.3g} [{min(row.ratios):.2g}-{max(row.ratios):.2g}]"
-        lines.append(f"{'' if row.case is None else row.case:>4} {row.name:66} {_span(row.ours, row.unit):24} "
-                     f"{_span(row.theirs, row.unit):24} {ratio:>18} {_targets(row):>16}" + (f"  {row.note}" if row.note else ""))
+        lines.append(f"{row.name:76} {'' if row.case is None else row.case:>4} {_span(row.ours, row.unit):24} "
+                     f"{_span(row.theirs, row.unit):24} {ratio:>19} {_targets(row):16}  {row.note}".rstrip())
     return "\n".join(lines)

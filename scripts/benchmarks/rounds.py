@@ -1,4 +1,4 @@
-"""Scenarios one after another, rounds of variants on real ranks in an order that moves on, and two variants as a row of ratios."""
+"""Scenarios one after another; rounds of variants on real ranks, in an order that moves on; two variants as a row of ratios."""
 
 from __future__ import annotations
 

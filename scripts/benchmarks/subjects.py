@@ -105,7 +105,7 @@ class Ours(Saver):
 class Dcp:
     """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does).
 
-    ``keep_stager``: its staging memory is kept, as its documentation recommends; ``overlap``: it copies in a thread, until ``fence``.
+    ``keep_stager``: its staging memory is kept, as its documentation recommends; ``overlap``: a thread copies, until ``fence``.
     """
 
     def __init__(self, rank: int, folder: str, tensors: dict[str, torch.Tensor], kind: AsyncCheckpointerType | None = None,

@@ -42,7 +42,7 @@ Save = Callable[[str, int], "Pending | None"]
 
 @dataclass
 class Peer:
-    """``store``: it keeps its saves in one directory, where it deletes old ones itself; else each save has a directory of its own.
+    """``store``: the one directory in which it keeps its saves and deletes old ones; else each save has a directory of its own.
     ``durable``: when it says that a save has ended, that is durable. ``rest``: let it end what it does after a save."""
 
     version: str

@@ -14,7 +14,7 @@ def start(place: str, state: State) -> Peer:
     items = {"state": {name: torch.from_numpy(array) for name, array in state.items()}}
 
     def manager(config: CheckpointManager.Config) -> CheckpointManager:
-        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # with it, saves on ext4 and XFS end with EINVAL
+        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # with it saves end with EINVAL
         return config.build()
 
     at_once = manager(CheckpointManager.Config.with_sync_save())

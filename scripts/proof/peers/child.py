@@ -14,8 +14,8 @@ TORCH = ("torch==2.13.0", "numpy==2.4.6")
 
 
 def environment(folder: Path, packages: Sequence[str]) -> str:
-    """Make the environment ``folder`` with ``packages``; what went wrong, or nothing. It borrows torch and numpy from the one this
-    runs in, which also keeps pip from fetching a torch with CUDA."""
+    """Make the environment ``folder`` with ``packages``; what went wrong, or nothing. It borrows torch and numpy from the one
+    this runs in, which also keeps pip from fetching a torch with CUDA."""
     folder = folder.absolute()
     stamp, wanted = folder / "complete", "\n".join((sys.executable, *packages))
     if stamp.exists() and stamp.read_text() == wanted:
