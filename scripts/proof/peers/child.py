@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import select
 import subprocess
@@ -21,8 +22,9 @@ def environment(folder: Path, packages: Sequence[str]) -> str:
     if stamp.exists() and stamp.read_text() == wanted:
         return ""
     stamp.unlink(missing_ok=True)
-    purelib = Path(subprocess.run([sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True,
-                                  capture_output=True, check=True).stdout.strip())
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "there is no torch here to borrow"
     folder.parent.mkdir(parents=True, exist_ok=True)
     rules = folder.parent / "constraints.txt"
     rules.write_text("\n".join(TORCH) + "\n")
@@ -33,7 +35,8 @@ def environment(folder: Path, packages: Sequence[str]) -> str:
         if done.returncode:
             return f"{' '.join(command)}: {done.stderr[-500:]}"
         if number == 0:
-            (folder / f"lib/python3.{sys.version_info.minor}/site-packages/borrowed.pth").write_text(f"{purelib}\n")
+            borrowed = folder / f"lib/python3.{sys.version_info.minor}/site-packages/borrowed.pth"
+            borrowed.write_text(f"{Path(torch.origin).parents[1]}\n")
     stamp.write_text(wanted)
     return ""
 
