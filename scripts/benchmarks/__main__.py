@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "\n".join(f"  {name:11} {line}" for name, line in lines.items())
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__, epilog=_EPILOG.format(groups=about),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", nargs="*", metavar="GROUP", help="what to run (default: everything)")
+    parser.add_argument("group", nargs="*", metavar="GROUP", help="what to run (default: all groups)")
     parser.add_argument("--only", default="", metavar="TEXT", help="run scenarios whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it runs")
     parser.add_argument("--check", action="store_true",
@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception:  # whatever ended it, the other groups' twenty minutes are not lost
                 traceback.print_exc()
                 broken.append(name)
+    if not any(rows.values()) and not broken:
+        parser.error(f"nothing was run: no scenario of {', '.join(names)} has {given.only!r} in its name")
     if given.json is not None:
         found = {"machine": machine, "place": system, "quick": given.quick,
                  "groups": {name: [row.as_json() for row in of] for name, of in rows.items()}}

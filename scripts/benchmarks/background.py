@@ -41,11 +41,7 @@ def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
     if not quick and size < _FULL:
         print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {_FULL >> 20}", flush=True)
     known = {"stall": _stall, "first": _first, "overlap": _overlap, "dcp": _dcp, "slowdown": _slowdown}
-    yield from scenarios(place, only, {name: partial(_in, scenario, size, quick) for name, scenario in known.items()})
-
-
-def _in(scenario: Callable[[str, int, bool], Iterator[Row]], size: int, quick: bool, folder: Path) -> Iterator[Row]:
-    return scenario(str(folder), size, quick)
+    yield from scenarios(place, quick, only, {name: partial(scenario, size) for name, scenario in known.items()})
 
 
 # -- the stall of a call -----------------------------------------------------------------------------------------------
@@ -59,8 +55,8 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
         return rotate({"memcpy": memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
 
 
-def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_stall_rank, place, size, 1 if quick else _LATENCY)
+def _stall(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_stall_rank, str(place), size, 1 if quick else _LATENCY)
     shown = f"{size >> 20} MB, {WORLD} ranks"
     for writer in _KINDS:
         note = f"writer={writer!r}"
@@ -102,7 +98,7 @@ def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: 
         return found
 
 
-def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
+def _first(size: int, place: Path, quick: bool) -> Iterator[Row]:
     found: Found = {"ours": [], "memcpy": [], "steady": [], "thread": [], "process": []}
     rounds = 1 if quick else _DISK
     for turn in range(rounds):
@@ -175,8 +171,8 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int, quic
             end_children()
 
 
-def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_overlap_rank, place, size, 1 if quick else _LATENCY, quick)
+def _overlap(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_overlap_rank, str(place), size, 1 if quick else _LATENCY, quick)
     shown = f"{size >> 20} MB"
     peers = [name for name in found if name.startswith("dcp, ") and not name.endswith(_OVERLAPS)]
     best = min(peers, key=lambda name: statistics.median(column(found, name, 2)))
@@ -216,8 +212,8 @@ def _dcp_rank(rank: int, world: int, place: str, size: int, turns: int, quick: b
             end_children()
 
 
-def _dcp(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_dcp_rank, place, size, 1 if quick else _DISK, quick)
+def _dcp(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_dcp_rank, str(place), size, 1 if quick else _DISK, quick)
     shown = f"{size >> 20} MB"
     durable = {"sync": 1.15, "thread": 1 / 1.25, "process": 1 / 2}
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
@@ -270,8 +266,8 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
             end_children()
 
 
-def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_slowdown_rank, place, size, 1 if quick else _DISK, quick)
+def _slowdown(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_slowdown_rank, str(place), size, 1 if quick else _DISK, quick)
     slower = {name: [t[0] / t[1] for t in times] for name, times in found.items()}
     for name in found:
         yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", column(found, name, 0), column(found, name, 1),

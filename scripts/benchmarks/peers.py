@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scripts.benchmarks.place import at_rest
 from scripts.benchmarks.report import Row
@@ -58,11 +59,11 @@ Samples = dict[tuple[str, str], list[dict[str, float]]]
 
 
 def run(place: Path, quick: bool, only: str, peers: tuple[Peer, ...] = PEERS) -> Iterator[Row]:
-    size, turns = (24, 1) if quick else (256, 9)
-    yield from scenarios(place, only, {"installed": partial(_installed, peers, size, turns)})
+    yield from scenarios(place, quick, only, {"installed": partial(_installed, peers)})
 
 
-def _installed(peers: tuple[Peer, ...], size: int, turns: int, place: Path) -> Iterator[Row]:
+def _installed(peers: tuple[Peer, ...], place: Path, quick: bool) -> Iterator[Row]:
+    size, turns = (24, 1) if quick else (128, 9)
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         running: dict[str, tuple[Child, list[str]]] = {}
@@ -120,10 +121,10 @@ def _rounds(running: dict[str, tuple[Child, list[str]]], failed: dict[str, str],
 
 
 def rows(found: Samples, shown: str) -> Iterator[Row]:
-    def beside(name: str, ours: str, theirs: tuple[str, str], figure: str, own: str = "", **more: float | None) -> Row:
+    def beside(name: str, ours: str, theirs: tuple[str, str], figure: str, own: str = "", **more: Any) -> Row:
         mine = [times[own or figure] for times in found[_OURS, ours]]
-        return Row(name, mine, [times[figure] for times in found[theirs]], more.get("target"), f"{len(mine)} rounds",
-                   case=int(more.get("case") or 1), limit=more.get("limit"))
+        return Row(name, mine, [times[figure] for times in found[theirs]], more.pop("target", None),
+                   f"{len(mine)} rounds", **{"case": 1, **more})
 
     if not any(name == _OURS for name, _ in found):
         return
@@ -139,7 +140,7 @@ def rows(found: Samples, shown: str) -> Iterator[Row]:
         if key[1] == "overlap":
             yield beside(f"Stall, both overlap, {shown} / {key[0]}", "overlap", key, "stall", case=2, target=1.0)
             continue
-        wanted = {"target": 1 / 40, "limit": 3e-3} if key == best else {}
+        wanted: dict[str, Any] = {"target": 1 / 40, "limit": 3e-3} if key == best else {}
         which = ", the best that copies" if wanted else ""
         yield beside(f"Stall, overlap, {shown} / {key[0]}{which}", "overlap", key, "stall", case=2, **wanted)
         yield beside(f"Stall, both copy, {shown} / {key[0]}", "background", key, "stall", case=2)

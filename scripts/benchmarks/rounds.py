@@ -20,10 +20,12 @@ _LIMIT = 900.0
 _ENOUGH = 200.0
 
 Found = dict[str, list[Times]]
+Scenario = Callable[[Path, bool], Iterator[Row]]
 
 
-def scenarios(place: Path, only: str, known: Mapping[str, Callable[[Path], Iterator[Row]]]) -> Iterator[Row]:
-    """Those of ``known`` whose name holds ``only``, each in a directory of its own; the load before and after."""
+def scenarios(place: Path, quick: bool, only: str, known: Mapping[str, Scenario]) -> Iterator[Row]:
+    """The rows of those scenarios whose name holds ``only``, each in a directory of its own that is gone afterwards. The load
+    before and after each is printed."""
     for name in (n for n in known if only in n):
         folder = place / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -31,7 +33,7 @@ def scenarios(place: Path, only: str, known: Mapping[str, Callable[[Path], Itera
         begun = time.monotonic()
         print(f"-- {name}: load {os.getloadavg()[0]:.1f}", flush=True)
         try:
-            yield from known[name](folder)
+            yield from known[name](folder, quick)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"-- {name}: load {os.getloadavg()[0]:.1f} at the end, {time.monotonic() - begun:.0f} s", flush=True)

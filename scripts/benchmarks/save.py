@@ -27,18 +27,16 @@ from scripts.benchmarks.report import Row
 from scripts.benchmarks.rounds import Found, ranks, rotate, row, scenarios, sync_tree
 from scripts.benchmarks.subjects import Ours, Times, sharded, share
 
-_FULL, _QUICK = 512 << 20, 48 << 20
+_FULL, _QUICK = 512, 48  # MB
+_ROUNDS = 9
 _PLAIN = {1: 0.85, 2: 1.05, 4: 1.05}
 _DEEPSPEED = (1, 4)
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
-    size, turns = (_QUICK, 1) if quick else (_FULL, 9)
-    known: dict[str, Callable[[Path], Iterator[Row]]] = {
-        f"save-{world}": partial(_saves, world, size, turns) for world in _PLAIN if not quick or world < 4}
-    known |= {f"save-deepspeed-{world}": partial(_deepspeed, world, size >> 20, turns) for world in _DEEPSPEED
-              if not quick or world < 4}
-    yield from scenarios(place, only, known)
+    known = {f"save-{world}": partial(_saves, world) for world in _PLAIN if not quick or world < 4}
+    known |= {f"save-deepspeed-{world}": partial(_deepspeed, world) for world in _DEEPSPEED if not quick or world < 4}
+    yield from scenarios(place, quick, only, known)
 
 
 # -- Shards and DCP ----------------------------------------------------------------------------------------------------
@@ -47,7 +45,7 @@ def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
 def _save_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
     tensors = share(size, world)
     state = sharded(tensors) if world > 1 else tensors
-    planner = DefaultSavePlanner(enable_plan_caching=True)  # type: ignore[no-untyped-call]
+    planner = DefaultSavePlanner(enable_plan_caching=True)
     with ExitStack() as stack:
         own: dict[str, Callable[[str], Any]] = {
             "write": partial(_write, rank, tensors), "torch.save": partial(_torch_save, rank, tensors),
@@ -106,9 +104,10 @@ def _dcp_save(state: dict[str, Any], path: str, planner: Any = None, sync: bool 
     dcp.save(state, storage_writer=FileSystemWriter(path, sync_files=sync), planner=planner)
 
 
-def _saves(world: int, size: int, turns: int, place: Path) -> Iterator[Row]:
-    found = ranks(_save_rank, str(place), size, turns, world=world)
-    where = f"{size >> 20} MB, {world} rank{'s' if world > 1 else ''}"
+def _saves(world: int, place: Path, quick: bool) -> Iterator[Row]:
+    size, turns = (_QUICK, 1) if quick else (_FULL, _ROUNDS)
+    found = ranks(_save_rank, str(place), size << 20, turns, world=world)
+    where = f"{size} MB, {world} rank{'s' if world > 1 else ''}"
 
     def beside(ours: str, theirs: str, target: float | None, called: str, returns: bool = False) -> Row:
         return row(f"Durable {ours}, {where} / {called}", found, ours, theirs, 1, target, beside=0 if returns else None, case=1)
@@ -125,9 +124,10 @@ def _saves(world: int, size: int, turns: int, place: Path) -> Iterator[Row]:
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(world: int, megabytes: int, turns: int, place: Path) -> Iterator[Row]:
-    found = frameworks.measure("deepspeed", place, megabytes, turns, world)
-    where = f"{megabytes} MB, {world} rank{'s' if world > 1 else ''}"
-    own = next(name for name in found if name not in ("sync", "background"))
+def _deepspeed(world: int, place: Path, quick: bool) -> Iterator[Row]:
+    size, turns = (_QUICK, 1) if quick else (_FULL, _ROUNDS)
+    found = frameworks.measure("deepspeed", place, size, turns, world)
+    where = f"{size} MB, {world} rank{'s' if world > 1 else ''}"
+    own = next(name for name in found if name not in ("sync", "background", "overlap"))
     yield row(f"Durable DeepSpeed, {where} / {own} + fsync", found, "sync", own, 1, 1.0, case=1)
     yield row(f"Durable DeepSpeed, {where} / {own} as it returns", found, "sync", own, 1, beside=0, case=1)

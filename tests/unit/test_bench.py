@@ -87,6 +87,11 @@ def test_a_group_that_ends_early_is_red_and_the_others_still_run(monkeypatch: py
     assert "another" in out and "FAILED breaks" in out and "a rank died" in err
 
 
+def test_a_run_of_nothing_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        _main(monkeypatch, tmp_path, [], "--check")
+
+
 @pytest.mark.parametrize("arguments", [["nothing"], ["toys", "--size", "3"], ["--loop", "ntfs", "8G"], ["--loop", "ext4", "8"]])
 def test_what_cannot_be_run_is_refused_first(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,18 +111,18 @@ def test_help_names_every_group() -> None:
 
 
 def test_scenarios_run_in_directories_of_their_own_that_are_gone_afterwards(tmp_path: Path) -> None:
-    def scenario(folder: Path) -> Iterator[Row]:
-        assert folder.is_dir()
+    def scenario(folder: Path, quick: bool) -> Iterator[Row]:
+        assert folder.is_dir() and quick
         yield Row(folder.name, [1.0], [])
 
-    def fails(folder: Path) -> Iterator[Row]:
+    def fails(folder: Path, quick: bool) -> Iterator[Row]:
         raise OSError("full")
         yield
 
-    found = list(scenarios(tmp_path, "n", {"one": scenario, "nine": scenario, "two": fails}))
+    found = list(scenarios(tmp_path, True, "n", {"one": scenario, "nine": scenario, "two": fails}))
     assert [row.name for row in found] == ["one", "nine"]
     with pytest.raises(OSError, match="full"):
-        list(scenarios(tmp_path, "two", {"two": fails}))
+        list(scenarios(tmp_path, True, "two", {"two": fails}))
     assert not list(tmp_path.iterdir())
 
 

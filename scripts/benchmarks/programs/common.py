@@ -50,6 +50,7 @@ class Peer:
     store: str = ""
     durable: bool = False
     rest: Callable[[], object] = nothing
+    close: Callable[[], object] = nothing
 
 
 def main(start: Callable[[str, State], Peer]) -> None:
@@ -66,6 +67,7 @@ def main(start: Callable[[str, State], Peer]) -> None:
         for array in state.values():
             array += 1e-3  # an optimizer's step: nobody may find the bytes of the save before
         print(json.dumps(_measure(peer, f"{place}/step-{asked['turn']}", **asked)), file=answers, flush=True)
+    peer.close()
 
 
 def _measure(peer: Peer, path: str, mode: str, turn: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ def start(place: str, state: State) -> Peer:
         manager._owned.janitor.wait(60)
 
     modes: dict[str, Save] = {"sync": sync, "background": behind("copy"), "overlap": behind("overlap")}
-    return Peer(distckpt.__version__, modes, f"{place}/root", durable=True, rest=rest)
+    return Peer(distckpt.__version__, modes, f"{place}/root", durable=True, rest=rest, close=manager.close)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def start(place: str, state: State) -> Peer:
         behind.save(path, args=ocp.args.StandardSave(state))
         return Pending(behind.wait_until_finished)
 
-    return Peer(ocp.__version__, {"sync": sync, "background": background})
+    return Peer(ocp.__version__, {"sync": sync, "background": background}, close=behind.close)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def start(place: str, state: State) -> Peer:
 
         return Pending(written.result, fence)
 
-    return Peer(importlib.metadata.version("torch-checkpointing"), {"sync": sync, "overlap": overlap})
+    return Peer(importlib.metadata.version("torch-checkpointing"), {"sync": sync, "overlap": overlap}, close=behind.close)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 LIMIT = 120.0
 TORCH = ("torch==2.13.0", "numpy==2.4.6")
@@ -41,6 +42,9 @@ def environment(folder: Path, packages: Sequence[str]) -> str:
     return ""
 
 
+_Child = TypeVar("_Child", bound="Child")
+
+
 class Child:
     """A program that answers a line with a line of JSON. Use it as a context manager."""
 
@@ -49,7 +53,7 @@ class Child:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env)
         self._name = name
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _Child) -> _Child:
         return self
 
     def __exit__(self, *exc: object) -> None:
