@@ -7,9 +7,11 @@ Peers start with ``torch.distributed.checkpoint``'s defaults; "kept stager" is w
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +22,26 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import distckpt
 from scripts.benchmarks.report import Row
-from scripts.benchmarks.rounds import Found, column, ranks, rotate, row
+from scripts.benchmarks.rounds import Found, column, ranks, rotate, row, scenarios
 from scripts.benchmarks.subjects import WORLD, Dcp, Ours, Times, Trainer, end_children, memcpy, share
 
-_FULL, _QUICK = 1 << 30, 64 << 20
-_ROOMY = 12 << 30
+_FULL, _QUICK = 256 << 20, 32 << 20
+_ROOMY = 12  # times the state, in free memory: every variant has staging memory of its own
 _KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+_DISK, _LATENCY = 9, 20  # rounds
+_LEAST = 1e-3
+"""Seconds of training lost below which the noise of steps decides; less, and a negative time, counts as this."""
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
     size = _QUICK if quick else _FULL
     free = psutil.virtual_memory().available
-    while size > _QUICK and free < _ROOMY * size // _FULL:
+    while size > _QUICK and free < _ROOMY * size:
         size //= 2
     if not quick and size < _FULL:
         print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {_FULL >> 20}", flush=True)
-    for name, scenario in (("stall", _stall), ("first", _first), ("overlap", _overlap), ("peers", _peers),
-                           ("slowdown", _slowdown)):
-        if only in name:
-            folder = place / name
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            try:
-                yield from scenario(str(folder), size, quick)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+    known = {"stall": _stall, "first": _first, "overlap": _overlap, "dcp": _dcp, "slowdown": _slowdown}
+    yield from scenarios(place, quick, only, {name: partial(scenario, size) for name, scenario in known.items()})
 
 
 # -- the stall of a call -----------------------------------------------------------------------------------------------
@@ -58,13 +55,13 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
         return rotate({"memcpy": memcpy(tensors), "thread": thread.background, "process": process.background}, turns)
 
 
-def _stall(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_stall_rank, place, size, 1 if quick else 11)
+def _stall(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_stall_rank, str(place), size, 1 if quick else _LATENCY)
     shown = f"{size >> 20} MB, {WORLD} ranks"
     for writer in _KINDS:
         note = f"writer={writer!r}"
-        yield row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note)
-        yield row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note)
+        yield row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note, case=2)
+        yield row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note, case=2)
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
@@ -95,12 +92,15 @@ def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: 
                 copy(turn)  # its own warm-up
                 dist.barrier()
             found[name] = [measured(turn)]
+        for _ in range(2):
+            dist.barrier()
+            found["steady"] = [ours.background(turn)]
         return found
 
 
-def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found: Found = {"ours": [], "memcpy": [], "thread": [], "process": []}
-    rounds = 1 if quick else 9
+def _first(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found: Found = {"ours": [], "memcpy": [], "steady": [], "thread": [], "process": []}
+    rounds = 1 if quick else _DISK
     for turn in range(rounds):
         order = ("ours", "thread") if turn % 2 else ("thread", "ours")
         for which in (*order, "process") if not quick and turn < 3 else order:
@@ -110,74 +110,100 @@ def _first(place: str, size: int, quick: bool) -> Iterator[Row]:
                 found[name] += times
             shutil.rmtree(folder)
     shown = f"{size >> 20} MB"
-    yield row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, 1.25,
-               "a fresh process each round; memory made by poll() while it trained")
-    yield row("the same in CPU time of the training thread", found, "ours", "memcpy", 2, 1.25)
+    yield row(f"first save of a manager returns, {shown} / its third", found, "ours", "steady", 0, 1.25,
+              "a fresh process each round; memory made by poll() while it trained", case=3)
+    yield row("the same in CPU time of the training thread", found, "ours", "steady", 2, 1.25, case=3)
+    yield row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, case=3)
     for which in ("thread", "process") if not quick else ("thread",):
         count = len(found[which])
         part = {name: times[:count] for name, times in found.items()}
-        yield row(f"first save returns, {shown} / first dcp.async_save, {which}", part, "ours", which)
-        yield row(f"first save durable, {shown} / first dcp.async_save, {which}", part, "ours", which, 1)
+        yield row(f"first save returns, {shown} / first dcp.async_save, {which}", part, "ours", which, case=3)
+        yield row(f"first save durable, {shown} / first dcp.async_save, {which}", part, "ours", which, 1, 1 / 1.6, case=3)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
+_OVERLAPS = "thread, async staging"
+
+
+def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
     """A step with a save in it: (the call, the fence, both, the whole step, CPU time of both)."""
     width = 1024
     layers = max(size // WORLD // 3 // (4 * width * width), 1)  # AdamW keeps two more of every parameter
     model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    batch = torch.randn(64, width)
+    batch = torch.randn(256, width)
     with ExitStack() as stack:
         ours = Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
 
-        def step(how: str | None) -> Times:
+        def step(saver: Ours | Dcp | None, **how: Any) -> Times:
             begun, cpu = time.perf_counter(), time.thread_time()
-            called = ours.begin(background=True, staging=how)[0] if how else 0.0
+            called = saver.begin(**how)[0] if saver is not None else 0.0
             cpu = time.thread_time() - cpu
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             at_fence, cpu = time.perf_counter(), cpu - time.thread_time()
-            ours.manager.staged()
+            if saver is not None:
+                saver.fence()
             fence, cpu = time.perf_counter() - at_fence, cpu + time.thread_time()
             optimizer.step()
             whole = time.perf_counter() - begun
-            ours.end()
+            if saver is not None:
+                saver.end()
             return called, fence, called + fence, whole, cpu
 
         step(None)
-        copy = memcpy({str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
-            moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])})
-        return rotate({"memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
-                              "copy": lambda turn: step("copy"), "overlap": lambda turn: step("overlap")}, turns)
+        tensors = {str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
+            moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])}
+        copy = memcpy(tensors)
+        variants: dict[str, Callable[[int], Times]] = {
+            "memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
+            "copy": lambda turn: step(ours, background=True, staging="copy"),
+            "overlap": lambda turn: step(ours, background=True, staging="overlap")}
+        kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
+        for index, (name, kind) in enumerate([*kinds.items(), (_OVERLAPS, _KINDS["thread"])]):
+            saver = Dcp(rank, f"{place}/dcp-{index}", tensors, kind, keep_stager=True, overlap=name == _OVERLAPS)
+            variants[f"dcp, {name}"] = lambda turn, saver=saver: step(saver)  # type: ignore[misc]
+        try:
+            return rotate(variants, turns)
+        finally:
+            end_children()
 
 
-def _overlap(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_overlap_rank, place, size, 1 if quick else 11)
+def _overlap(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_overlap_rank, str(place), size, 1 if quick else _LATENCY, quick)
     shown = f"{size >> 20} MB"
+    peers = [name for name in found if name.startswith("dcp, ") and not name.endswith(_OVERLAPS)]
+    best = min(peers, key=lambda name: statistics.median(column(found, name, 2)))
+    for peer in peers:
+        wanted: dict[str, Any] = {"target": 1 / 40, "limit": 3e-3} if peer == best else {}
+        which = ", the best that copies in it" if wanted else ""
+        yield row(f"staging='overlap', {shown}: stall / {peer}{which}", found, "overlap", peer, 2, case=2,
+                  note="call + fence, forward and backward between them; dcp keeps its stager", **wanted)
+    yield row(f"staging='overlap', {shown}: stall / dcp, {_OVERLAPS}", found, "overlap", f"dcp, {_OVERLAPS}", 2, 1.0,
+              "both copy during forward and backward", case=2)
     for index, what in enumerate(("call", "fence", "call + fence")):
         yield row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
-                   note="forward and backward stand between call and fence" if index == 1 else "")
-    yield row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4)
-    yield row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2)
-    for how in ("overlap", "copy"):
-        yield row(f"the step with the save in it, staging={how!r} / a step", found, how, "none", 3,
-                   note="the writer works in it too")
+                  case=5 if what == "fence" else 2, limit=5e-3 if what == "fence" else None)
+    yield row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4, case=2)
+    yield row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2, case=2)
+    for how in ("overlap", "copy", *(name for name in found if name.startswith("dcp"))):
+        yield row(f"the step with the save in it, {how} / a step", found, how, "none", 3, note="the writer works too", case=5)
 
 
 # -- beside DCP --------------------------------------------------------------------------------------------------------
 
 
-def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
+def _dcp_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
     tensors = share(size)
     with ExitStack() as stack:
         ours = Ours(stack, f"{place}/ours", distckpt.Shards(tensors))
         variants: dict[str, Callable[[int], Times]] = {
             "ours": ours.background, "sync": ours.synchronous, "dcp.save": Dcp(rank, f"{place}/dcp", tensors)}
         for name, kind in _KINDS.items():
-            variants[f"{name}, kept stager"] = Dcp(rank, f"{place}/{name}-kept", tensors, kind, keep_stager=True)
+            if not quick or name == "thread":
+                variants[f"{name}, kept stager"] = Dcp(rank, f"{place}/{name}-kept", tensors, kind, keep_stager=True)
             if not quick:
                 variants[name] = Dcp(rank, f"{place}/{name}", tensors, kind)
         try:
@@ -186,14 +212,15 @@ def _peers_rank(rank: int, world: int, place: str, size: int, turns: int, quick:
             end_children()
 
 
-def _peers(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_peers_rank, place, size, 1 if quick else 9, quick)
+def _dcp(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_dcp_rank, str(place), size, 1 if quick else _DISK, quick)
     shown = f"{size >> 20} MB"
+    durable = {"sync": 1.15, "thread": 1 / 1.25, "process": 1 / 2}
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
         label = {"sync": "our synchronous save", "dcp.save": "dcp.save"}.get(name, f"dcp.async_save, {name}")
-        yield row(f"save returns, {shown} / {label}", found, "ours", name)
-        yield row("the same in CPU time of the training thread", found, "ours", name, 2)
-        yield row(f"save durable, {shown} / {label}", found, "ours", name, 1)
+        yield row(f"save returns, {shown} / {label}", found, "ours", name, case=2)
+        yield row("the same in CPU time of the training thread", found, "ours", name, 2, case=2)
+        yield row(f"save durable, {shown} / {label}", found, "ours", name, 1, durable.get(name), case=4)
 
 
 # -- training beside a save --------------------------------------------------------------------------------------------
@@ -210,23 +237,27 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
     """(a step while a save is in flight, one without, seconds of training lost to the save, seconds in flight, CPU seconds
     that the save took beside the training thread)"""
     tensors, trainer = share(size), Trainer()
-    alone = 0.2 if quick else 1.0
+    alone = 0.2 if quick else 0.7
     kinds = {"thread": _KINDS["thread"]} if quick else _KINDS
 
     def beside(saver: Ours | Dcp, **how: Any) -> Callable[[int], Times]:
         def once(turn: int) -> Times:
             before, cpu = trainer.run(alone), _cpu_beside()
+            trainer.fence = saver.fence
             stall, handle = saver.begin(**how)
             steps, seconds = trainer.until(handle.done)
-            cpu = _cpu_beside() - cpu
+            trainer.fence, cpu = None, _cpu_beside() - cpu
             saver.end()
             free = (before + trainer.run(alone)) / 2
-            return seconds / steps, free, stall + seconds - steps * free, stall + seconds, cpu
+            lost = max(stall + seconds - steps * free, _LEAST)
+            return seconds / steps, free, lost, stall + seconds, cpu
         return once
 
     with ExitStack() as stack:
         variants = {f"ours, {name}": beside(Ours(stack, f"{place}/{name}", distckpt.Shards(tensors), writer=name),
                                             background=True) for name in kinds}
+        variants["ours, overlap"] = beside(Ours(stack, f"{place}/overlap", distckpt.Shards(tensors)), background=True,
+                                           staging="overlap")
         for name, kind in kinds.items():
             variants[f"dcp, {name}"] = beside(Dcp(rank, f"{place}/dcp-{name}", tensors, kind, keep_stager=True))
         try:
@@ -235,12 +266,16 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
             end_children()
 
 
-def _slowdown(place: str, size: int, quick: bool) -> Iterator[Row]:
-    found = ranks(_slowdown_rank, place, size, 1 if quick else 9, quick)
+def _slowdown(size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_slowdown_rank, str(place), size, 1 if quick else _DISK, quick)
+    slower = {name: [t[0] / t[1] for t in times] for name, times in found.items()}
     for name in found:
         yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", column(found, name, 0), column(found, name, 1),
-                  note=f"in flight {sorted(column(found, name, 3))[len(found[name]) // 2]:.2f} s")
+                  note=f"in flight {statistics.median(column(found, name, 3)):.2f} s", case=5)
     for ours in (n for n in found if n.startswith("ours")):
+        target = None if ours == "ours, process" else 1.0
         for theirs in (n for n in found if n.startswith("dcp")):
-            yield row(f"training lost per save: {ours} / {theirs}", found, ours, theirs, 2, note="stall + slower steps")
-            yield row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4)
+            lost = f"training lost per save: {ours} / {theirs}"
+            yield row(lost, found, ours, theirs, 2, target, "stall + slower steps", case=5)
+            yield Row(f"slowdown of a step beside it: {ours} / {theirs}", slower[ours], slower[theirs], target, unit="", case=5)
+            yield row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4, case=5)

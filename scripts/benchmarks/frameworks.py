@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import distckpt
 from scripts.benchmarks.report import Row
-from scripts.benchmarks.rounds import Found, ranks, rotate, row
+from scripts.benchmarks.rounds import Found, ranks, rotate, row, sync_tree
 from scripts.benchmarks.subjects import WORLD, Saver, Times
 from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS
 
@@ -42,20 +42,23 @@ def run(place: Path, quick: bool, only: str, size: int | None = None) -> Iterato
         folder.mkdir()
         try:
             megabytes = size or (_QUICK if quick else _FULL.get(name, _ELSE))
-            found = ranks(_rank, name, str(folder), megabytes * 1_000_000, 3 if quick else 11, env=_environment())
+            found = measure(name, folder, megabytes, 3 if quick else 11)
             yield from _rows(name, f"{megabytes} MB", found, _STALL.get(name))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def measure(name: str, folder: Path, megabytes: int, turns: int, world: int = WORLD) -> Found:
+    """A framework's rounds: "sync" and "background" are ours, the others its own calls, each (seconds in the call, until
+    durable, CPU seconds in the call)."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR", EXTENSIONS)
-    return {**ENVIRONMENT, "LOCAL_WORLD_SIZE": str(WORLD), "TORCH_EXTENSIONS_DIR": extensions}
+    env = {**ENVIRONMENT, "LOCAL_WORLD_SIZE": str(world), "TORCH_EXTENSIONS_DIR": extensions}
+    return ranks(_rank, name, str(folder), megabytes * 1_000_000, turns, env=env, world=world)
 
 
 def _rows(name: str, size: str, found: Found, stall: float | None) -> Iterator[Row]:
     own, *behind = (variant for variant in found if variant not in ("sync", "background", "overlap"))
-    yield row(f"{name}: durable save / {own} + fsync", found, "sync", own, 1, 1.05, size)
+    yield row(f"{name}: durable save / {own} + fsync", found, "sync", own, 1, 1.05, size, case=1)
     for theirs in (own, *behind):
         yield row(f"{name}: save returns / {theirs}", found, "background", theirs, 0, stall if theirs == own else None, size)
         yield row("the same in CPU time of the training thread", found, "background", theirs, 2)
@@ -110,29 +113,12 @@ class _Job:
         stall, cpu = time.perf_counter() - begun, time.thread_time() - cpu
         if callable(pending):
             pending()
-        self._fsync(path)
+        sync_tree(path)
         durable = time.perf_counter() - begun
         if self.rank == 0:
             shutil.rmtree(path)
         dist.barrier()
         return stall, durable, cpu
-
-    def _fsync(self, path: str) -> None:
-        dist.barrier()
-        files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]
-        for name in sorted(files, key=os.path.getsize)[self.rank::WORLD]:
-            _fsync(name)
-        dist.barrier()
-        if self.rank == 0:
-            for folder in (*(top for top, _, _ in os.walk(path, topdown=False)), os.path.dirname(path)):
-                _fsync(folder)
-        dist.barrier()
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 # -- one function for each framework -----------------------------------------------------------------------------------

@@ -26,10 +26,16 @@ _PIECE = 8 << 20
 Times = tuple[float, ...]
 
 
-def share(size: int) -> dict[str, torch.Tensor]:
+def share(size: int, world: int = WORLD) -> dict[str, torch.Tensor]:
     """One rank's share of ``size`` bytes."""
     one = torch.randn(_PIECE // 4)
-    return {f"layer.{i}": one.clone() for i in range(size // WORLD // _PIECE)}
+    return {f"layer.{i}": one.clone() for i in range(max(size // world // _PIECE, 1))}
+
+
+def sharded(tensors: dict[str, torch.Tensor]) -> dict[str, DTensor]:
+    """The same memory as tensors that the ranks share out, as FSDP does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
 
 
 def memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
@@ -59,6 +65,9 @@ class Saver:
         begun = time.perf_counter()
         handle = self._save(self._step, **how)
         return time.perf_counter() - begun, handle
+
+    def fence(self) -> None:
+        self.manager.staged()
 
     def end(self) -> None:
         """Durable on every rank, and what rotated away is deleted: the next variant finds the disk at rest."""
@@ -108,32 +117,45 @@ class Ours(Saver):
 
 
 class Dcp:
-    """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does)."""
+    """``torch.distributed.checkpoint`` on the same memory, as tensors that the ranks share out (as FSDP does).
+
+    ``keep_stager``: its staging memory is kept, as its documentation recommends; ``overlap``: a thread copies, until ``fence``.
+    """
 
     def __init__(self, rank: int, folder: str, tensors: dict[str, torch.Tensor], kind: AsyncCheckpointerType | None = None,
-                 keep_stager: bool = False) -> None:
-        mesh = init_device_mesh("cpu", (WORLD,))
-        self._state = {name: DTensor.from_local(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+                 keep_stager: bool = False, overlap: bool = False) -> None:
+        self._state = sharded(tensors)
         self._rank, self._folder, self._kind, self._turn = rank, folder, kind, 0
         self._group = dist.new_group(backend="gloo")  # its thread's collectives must not meet the training's
         shared = kind is AsyncCheckpointerType.PROCESS
-        self._stager = DefaultStager(StagingOptions(False, shared, False, False)) if keep_stager else None
+        self._stager = DefaultStager(StagingOptions(False, shared, overlap, False)) if keep_stager or overlap else None
+        self._pending: Any = None
         if shared:
             multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have no child
 
     def begin(self) -> tuple[float, Any]:
+        """(seconds in the call, its future)"""
         self._turn += 1
         path = f"{self._folder}/{self._turn}"
         begun = time.perf_counter()
         if self._kind is None:
             dcp.save(self._state, checkpoint_id=path, process_group=self._group)
-            future = None
         else:
-            future = dcp.async_save(self._state, checkpoint_id=path, process_group=self._group, async_stager=self._stager,
-                                    async_checkpointer_type=self._kind)
-        return time.perf_counter() - begun, future
+            self._pending = dcp.async_save(self._state, checkpoint_id=path, process_group=self._group, async_stager=self._stager,
+                                           async_checkpointer_type=self._kind)
+        return time.perf_counter() - begun, getattr(self._pending, "upload_completion", self._pending)
+
+    def fence(self) -> None:
+        if hasattr(self._pending, "staging_completion"):
+            self._pending.staging_completion.result()
+
+    def wait(self) -> None:
+        future = getattr(self._pending, "upload_completion", self._pending)
+        if future is not None:
+            future.result()
 
     def end(self) -> None:
+        self.wait()
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(f"{self._folder}/{self._turn}")
@@ -141,10 +163,9 @@ class Dcp:
 
     def __call__(self, turn: int) -> Times:
         begun, cpu = time.perf_counter(), time.thread_time()
-        stall, future = self.begin()
+        stall, _ = self.begin()
         cpu = time.thread_time() - cpu
-        if future is not None:
-            future.result()
+        self.wait()
         durable = time.perf_counter() - begun
         self.end()
         return stall, durable, cpu
@@ -166,10 +187,13 @@ class Trainer:
                                                                             torch.nn.GELU())))
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._batch = torch.randn(32, 256)
+        self.fence: Callable[[], None] | None = None
 
     def step(self) -> None:
         self._optimizer.zero_grad()
         self._model(self._batch).square().mean().backward()
+        if self.fence is not None:
+            self.fence()
         self._optimizer.step()
 
     def until(self, done: Callable[[], bool]) -> tuple[int, float]:

@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import select
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distckpt.testing.replay import Names, Step
+from scripts.proof.peers.child import Child
 from scripts.proof.peers.known import Peer
 from scripts.proof.peers.recording import Point, Recording, Tree, read_tree, tree_of, write_tree
 
-LIMIT = 120.0
 MODES = ("kill", "ordered", "weak")
 Content = tuple[str, Tree]
 
 
-class Server:
-    """A program of a peer that answers a line with a line. Use it as a context manager."""
+class Server(Child):
+    """A program of a peer, in one of its modes."""
 
     def __init__(self, peer: Peer, mode: str, log: Path) -> None:
-        self._log = log.open("ab")
-        self._child = subprocess.Popen(peer.command(mode), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-                                       env=peer.environment)
-        self._name = f"{peer.name} {mode}"
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._child.kill()
-        self._child.wait()
-        self._log.close()
-
-    def complaint(self) -> str:
-        """The last thing it printed."""
-        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
-
-    def ask(self, line: str, limit: float = LIMIT) -> dict[str, object]:
-        """RuntimeError when it does not answer within ``limit`` seconds: the log says more."""
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write(line.encode() + b"\n")
-        self._child.stdin.flush()
-        if not select.select([self._child.stdout], [], [], limit)[0]:
-            raise RuntimeError(f"{self._name} did not answer {line} within {limit:.0f} s, see {self._log.name}")
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self._name} died on {line}, see {self._log.name}")
-        found = json.loads(answer)
-        assert isinstance(found, dict)
-        return found
+        super().__init__(f"{peer.name} {mode}", peer.command(mode), peer.environment, log)
 
 
 @dataclass

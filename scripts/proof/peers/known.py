@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.proof.peers.child import environment
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 HOMES = Path(os.environ.get("DISTCKPT_PEERS", "/opt/peers"))
@@ -89,28 +91,16 @@ PEERS = (
 
 
 def install(home: str) -> str:
-    """Make the environment ``home``; what went wrong, or nothing. It borrows torch and numpy from the one this runs in, which
-    also keeps pip from fetching a torch with CUDA."""
+    """Make the environment ``home``; what went wrong, or nothing."""
     folder = HOMES / home
     stamp = folder / "complete"
     if stamp.exists():
         return ""
-    purelib = Path(subprocess.run([sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True,
-                                  capture_output=True, check=True).stdout.strip())
-    rules = HOMES / "constraints.txt"
-    HOMES.mkdir(parents=True, exist_ok=True)
-    rules.write_text("torch==2.13.0\nnumpy==2.4.6\n")
-    pip = [str(folder / "bin/pip"), "install", "-q", "--no-build-isolation", "-c", str(rules)]
-    steps = [[sys.executable, "-m", "venv", str(folder)], *([*pip, name] for name in INSTALLS[home])]
-    for number, command in enumerate(steps):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-        if done.returncode:
-            return f"{' '.join(command)}: {done.stderr[-500:]}"
-        if number == 0:
-            (folder / f"lib/python3.{sys.version_info.minor}/site-packages/borrowed.pth").write_text(f"{purelib}\n")
-    why = _build_extension() if home == "torch" else ""
-    if not why:
-        stamp.touch()
+    why = environment(folder, INSTALLS[home])
+    if not why and home == "torch":
+        why = _build_extension()
+        if why:
+            stamp.unlink()
     return why
 
 
