@@ -355,11 +355,12 @@ class Files:
         raise OSError(number, os.strerror(number), one, None, other)
 
     def link(self, source: str, target: str) -> bool:
-        """A second, new name for a file; FileExistsError if taken, False where the file system has no hard links."""
+        """A second, new name for a file; FileExistsError if taken, False where the file system has no hard links, no more of
+        this file, or none between these two directories."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
-            if error.errno in (errno.EPERM, *_UNSUPPORTED):
+            if error.errno in (errno.EPERM, errno.EMLINK, errno.EXDEV, *_UNSUPPORTED):
                 return False
             raise
         return True
