@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ _FILES = 128
 _DICTS = (dict, OrderedDict)
 
 Path = tuple[Any, ...]
+T = TypeVar("T")
 
 
 def name(file: str, index: int) -> str:
@@ -45,23 +46,30 @@ def split(state: Any) -> list[Any]:
     for path, tensor in _tensors(state, ()):
         # names of one memory stay in one file, where their format stores it once
         units.setdefault(tensor.untyped_storage().data_ptr() or path, []).append((path, tensor))
-    sizes = [unit[0][1].untyped_storage().nbytes() for unit in units.values()]
-    limit = max(_LEAST, sum(sizes) // _FILES)
-    groups: list[list[tuple[Path, torch.Tensor]]] = []
-    small: list[tuple[Path, torch.Tensor]] = []
+    _, groups = grouped([(unit, unit[0][1].untyped_storage().nbytes()) for unit in units.values()])
+    if not groups:
+        return [state]
+    full = [[named for unit in group for named in unit] for group in groups]
+    return [_without(state, {path for group in full for path, _ in group}, ()), *map(_nested, full)]
+
+
+def grouped(items: Sequence[tuple[T, int]]) -> tuple[list[T], list[list[T]]]:
+    """What is left, and what goes into a file each, of ``items`` with their bytes: enough files that a change costs about what
+    changed, and not so many that to sync them costs more."""
+    limit = max(_LEAST, sum(size for _, size in items) // _FILES)
+    groups: list[list[T]] = []
+    small: list[T] = []
     filled = 0
-    for unit, size in zip(units.values(), sizes, strict=True):
+    for item, size in items:
         if size >= limit:
-            groups.append(unit)
+            groups.append([item])
             continue
-        small.extend(unit)
+        small.append(item)
         filled += size
         if filled >= limit:
             groups.append(small)
             small, filled = [], 0
-    if not groups:
-        return [state]
-    return [_without(state, {path for group in groups for path, _ in group}, ()), *map(_nested, groups)]
+    return small, groups
 
 
 def merge(into: Any, piece: Any) -> Any:

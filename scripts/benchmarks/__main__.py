@@ -9,10 +9,11 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts.benchmarks import background, core, frameworks
+from scripts.benchmarks import background, core, frameworks, link
 from scripts.benchmarks.report import Row, table
 
-GROUPS: dict[str, Callable[..., Iterator[Row]]] = {"background": background.run, "core": core.run, "frameworks": frameworks.run}
+GROUPS: dict[str, Callable[..., Iterator[Row]]] = {"background": background.run, "core": core.run, "frameworks": frameworks.run,
+                                                   "link": link.run}
 
 
 def main() -> int:

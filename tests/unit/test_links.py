@@ -242,6 +242,19 @@ def test_the_name_and_the_bytes_are_synced_before_the_marker(lab: Lab) -> None:
     assert ("fsync_dir", os.path.dirname(target)) in seen[linked:marked]
 
 
+def test_a_rank_syncs_the_directories_of_its_links_before_it_acks(lab: Lab) -> None:
+    """Its own host's view of them: rank 0 may be another host."""
+    attempt = catalog.read_marker(lab.disk, f"{ROOT}/step-1").head.attempt
+    lab.disk.mkdir("/disk/staged")
+    mine = RankFiles(lab.files, "/disk/staged", 0, 1, algorithm="xxh3-128", aborted=lambda: False,
+                     twins=links.Twins(f"{ROOT}/step-1", attempt))
+    mine.put("frozen.bin", _pour(FROZEN))
+    assert mine.bytes_linked == len(FROZEN)
+    lab.files.log.clear()
+    assert [(e.path, e.size) for e in mine.finish()] == [("frozen.rank-00000-of-00001.bin", len(FROZEN))]
+    assert [(o.op, o.path) for o in lab.files.log] == [("fsync_dir", "/disk/staged")]
+
+
 def test_S8_what_was_copied_into_the_root_is_on_the_disk_before_it_is_relied_on() -> None:
     """Its bytes were never synced: in every state that a power cut leaves, the checkpoint that links them is whole."""
     disk, machine = crash_disk(), Machine()
@@ -499,6 +512,58 @@ def test_each_file_is_one_of_torchs_and_together_they_are_the_state(tmp_path: Pa
     parts = [torch.load(file) for file in sorted((tmp_path / "step-1").glob("shard*.pt"), reverse=True)]
     state: dict[str, Any] = reduce(pieces.merge, parts)
     assert state["epoch"] == 4 and state["model"]["tied"].data_ptr() == state["model"]["layer.0.weight"].data_ptr()
+
+
+# -- DCP -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_dcp_wrote_is_linked_where_it_is_the_same(background: bool, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"a": _big(1), "b": _big(2), "c": torch.ones(3), "n": 5}
+    with CheckpointManager(tmp_path, dedup="link") as manager:
+        for step in (1, 2):
+            state["b"].fill_(step + 5)
+            manager.save(step, distckpt.DCP(state={"net": state}), background=background)
+            manager.wait()
+    one, two = _shards(tmp_path, 1), _shards(tmp_path, 2)
+    assert {name for name in one if one[name] == two[name]} == {"__0_0_0.distcp", "__0_1_0.distcp"}, one.keys()
+    assert one.keys() == two.keys() == {"__0_0_0.distcp", "__0_1_0.distcp", "__0_2_0.distcp", ".metadata"}
+    fresh = {"a": torch.zeros(1 << 19), "b": torch.zeros(1 << 19), "c": torch.zeros(3), "n": 0}
+    dcp.load({"net": fresh}, checkpoint_id=tmp_path / "step-2")
+    assert torch.equal(fresh["b"], _big(7)) and torch.equal(fresh["a"], _big(1)), "plain dcp.load reads it"
+    assert restore(tmp_path, distckpt.DCP(state={"net": fresh})) == 2
+
+
+def test_a_train_state_is_linked_by_layers(tmp_path: Path, command: Command) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600, bias=False) for _ in range(4)))
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    state = distckpt.TrainState(model=model, optimizer=optimizer, progress={"epoch": 0})
+    with CheckpointManager(tmp_path / "run", dedup="link") as manager:
+        for step in (1, 2):
+            model(torch.ones(1, 600)).sum().backward()
+            optimizer.step()
+            manager.save(step, state)
+    two = [file for file in (tmp_path / "run" / "step-2").iterdir() if file.stat().st_nlink == 2]
+    assert sum(file.stat().st_size for file in two) > 3 * 600 * 600 * 4
+    assert command("export", tmp_path / "run", tmp_path / "model.safetensors", "--part", "model").code == 0
+    assert command("verify", "--digest", tmp_path / "run").code == 0
+
+
+def test_what_was_written_stays_where_the_link_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*args: Any, **more: Any) -> None:
+        raise OSError(errno.EMLINK, "too many links")
+
+    with CheckpointManager(tmp_path, dedup="link") as manager:
+        manager.save(1, distckpt.DCP(state={"a": _big(1)}))
+        monkeypatch.setattr(os, "link", cannot)
+        manager.save(2, distckpt.DCP(state={"a": _big(1)}))
+    assert sorted(_shards(tmp_path, 2)) == sorted(_shards(tmp_path, 1))
+    assert distckpt.open(tmp_path).verify(found(tmp_path / "step-2"), digest=True) == []
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------
