@@ -53,19 +53,19 @@ def test_S25_the_power_goes_and_what_is_left_is_linked_again() -> None:
         simulation = Simulation(2, seed=at, dedup="link")
         run = simulation.job(linking, [f"power@{at}"])
         assert not run.violations
+        before = list(simulation.saves)
         for disk in list(simulation.files.crash_states(24, at))[1:3]:
-            after = Simulation(2, seed=at, dedup="link", disk=lambda disk=disk: disk)  # type: ignore[misc]
-            after.saves = list(simulation.saves)
+            simulation.files, simulation.saves = disk, list(before)
 
             def again(manager: Told, rank: int) -> None:
                 manager.resume(verify="digest")
                 for step in (11, 12):
                     manager.save(step, State(bytes_of(rank, step if rank else 0)))
 
-            well(after.job(again))
-            assert {verdict for save in after.saves[-2:] for verdict in save.told.values()} == {COMMITTED}
-            assert one_file(after.files, 11, 12)
-            well(after.restart())
+            well(simulation.job(again))
+            assert {verdict for save in simulation.saves[-2:] for verdict in save.told.values()} == {COMMITTED}
+            assert one_file(simulation.files, 11, 12)
+            well(simulation.restart())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,14 +73,14 @@ def test_S25_another_job_takes_the_root_over_while_files_are_linked(seed: int) -
     """The zombie wakes with a link to make; its staging is gone, and the taker has rotated what it would link."""
     def taker(me: Beside) -> str:
         me.runtime.sleep(1.0)
-        with me.manager(keep_last=1) as manager:
+        with me.manager() as manager:
             found = manager.resume()
             for step in (10, 11):
                 manager.save((found.step or 0) + step, State(b"the taker's %d" % step))
         return "took over"
 
     for at in range(110 + seed * 5, 330, 31):
-        simulation = Simulation(1, seed=seed, dedup="link")
+        simulation = Simulation(1, seed=seed, dedup="link", keep=1)
 
         def program(manager: Told, rank: int) -> None:
             for step in (1, 2, 3):

@@ -388,6 +388,10 @@ def test_room_is_asked_for_what_is_written() -> None:
     lab.disk.room = 10
     with pytest.raises(DiskFull):
         lab.manager.save(4, Layers(frozen=FROZEN, head=TWO))
+    lab.disk.room = len(TWO) + 10
+    close(lab.manager)
+    manager = lab.machine.boot(lab.files, dedup="link", keep_last=None)
+    manager.save(4, Layers(frozen=FROZEN, head=TWO))
 
 
 def test_the_journal_says_how_much_is_linked(lab: Lab) -> None:
