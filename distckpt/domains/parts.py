@@ -88,8 +88,6 @@ class Parts:
                 if ATTEMPT.fullmatch(item.name) and item.name not in owned.live and item.name not in self._doubt:
                     self._drop(item.name)
             owned.live.add(go.attempt)
-            if go.source is not None:
-                owned.hold(go.attempt, go.source[1])
             owned.make_attempt(go.attempt, go.name)
         owned.status.note(go.attempt, "pending", step=self._request.step, series=self._request.series)
         owned.journal.event("begin", step=self._request.step, series=self._request.series, attempt=go.attempt, seq=go.seq)

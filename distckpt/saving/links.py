@@ -6,9 +6,10 @@ Why this is as safe as writing (S25; tests/unit/test_links.py, tests/proof/test_
   checkpoint; nothing is remembered from the save before. The twin is not read again: where its bytes rotted on the disk, every
   checkpoint that links it is hit, and ``verify`` finds that in each. What is known to be bad (rejected, in doubt, a file of
   another size) is never linked, so the next save writes a fresh copy.
-* *Still that checkpoint.* Between rank 0's choice and the commit, rotation and ``replace`` of this process leave the source alone
-  (``OwnedRoot.sources``), and no other process may take anything from the root. Whoever removes it all the same takes a name
-  away: the link fails, and the bytes are written; or it is there, and keeps the file.
+* *Still that checkpoint.* From rank 0's choice to the commit nobody puts another one under its name: a ``replace`` of it is
+  refused in this process (``OwnedRoot.sources``; of several domains rank 0 publishes first, or none), and no other process may
+  write in the root. Rotation of this process passes over it, too. Who takes it away all the same takes away a name: the link
+  fails, and the bytes are written; or it is there, and keeps the file.
 * *Durable before the ack.* The bytes are synced through the new name, which costs nothing where they are on the disk and makes
   those durable that were only copied into the root (S8); the directory of the new name is synced with those of the written
   files, before this rank acks. A crash before the commit leaves a second name in staging; to sweep it takes nothing from the

@@ -228,6 +228,19 @@ def test_a_call_that_nfs_sent_again_was_ours() -> None:
     assert lab.files.faults[0].fired and same(lab.disk, "frozen", 1, 2)
 
 
+def test_what_stands_under_the_name_and_is_no_link_of_ours_ends_the_save(lab: Lab) -> None:
+    """Somebody else's code wrote it, and nobody claimed it."""
+
+    class Theirs(Layers):
+        def write(self, files: RankFiles, ranks: Ranks) -> None:
+            files._files.open(f"{files.path}/frozen.rank-00000-of-00001.bin").close()
+            super().write(files, ranks)
+
+    with pytest.raises(SaveError, match="FileExists"):
+        lab.manager.save(2, Theirs(frozen=FROZEN, head=TWO))
+    lab.whole()
+
+
 # -- order ---------------------------------------------------------------------------------------------------------------
 
 
