@@ -155,6 +155,27 @@ def test_a_twin_that_lost_bytes_is_not_linked(lab: Lab) -> None:
     assert lab.disk.read(path(2, "frozen"), 1000) == FROZEN
 
 
+def test_what_was_removed_from_the_twin_is_written_again(lab: Lab) -> None:
+    """README's way to be rid of a damaged file while the job runs."""
+    lab.second()
+    damaged = lab.disk.stat(path(2, "frozen")).inode
+    lab.disk.unlink(path(2, "frozen"))
+    lab.manager.save(3, Layers(frozen=FROZEN, head=TWO))
+    assert lab.disk.stat(path(3, "frozen")).inode != damaged
+
+
+def test_a_file_that_was_rewritten_as_a_link_somewhere_is_not_followed(tmp_path: Path) -> None:
+    state = {"w": torch.randn(1 << 19)}
+    with CheckpointManager(tmp_path / "run", dedup="link") as manager:
+        manager.save(1, distckpt.Shards(state))
+        twin = tmp_path / "run" / "step-1" / "shard.part-00001.rank-00000-of-00001.pt"
+        twin.rename(tmp_path / "elsewhere.pt")
+        twin.symlink_to(tmp_path / "elsewhere.pt")
+        manager.save(2, distckpt.Shards(state))
+    again = tmp_path / "run" / "step-2" / twin.name
+    assert not again.is_symlink() and again.stat().st_nlink == 1
+
+
 def test_damage_is_found_under_every_name_and_the_next_save_after_that_is_a_fresh_copy(lab: Lab) -> None:
     lab.second()
     _damage(lab.disk, path(1, "frozen"), b"x" + FROZEN[1:])
