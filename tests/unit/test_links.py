@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import catalog
+from distckpt import catalog, journal
 from distckpt.durable import REAL, Files
 from distckpt.errors import ConfigError, DiskFull, SaveError
+from distckpt.layout import Layout
 from distckpt.manager import CheckpointManager
 from distckpt.payloads import pieces
 from distckpt.payloads.base import Ranks
@@ -430,8 +431,6 @@ def test_room_is_asked_for_what_is_written() -> None:
 
 def test_the_journal_says_how_much_is_linked(lab: Lab) -> None:
     lab.second()
-    from distckpt import journal
-
     assert [e.get("linked") for e in journal.read(lab.disk, lab.machine.layout) if e["event"] == "committed"] == [
         0, len(FROZEN)]
 
@@ -506,6 +505,8 @@ def test_a_changed_layer_is_the_only_one_written(writer: str, background: bool, 
         manager.wait()
     one, two = _shards(tmp_path, 1), _shards(tmp_path, 2)
     assert {name for name in one if one[name] != two[name]} == {"shard.part-00002.rank-00000-of-00001.pt"}
+    linked = [e["linked"] for e in journal.read(REAL, Layout.at(tmp_path)) if e["event"] == "committed"]
+    assert linked == [0, sum((tmp_path / "step-2" / name).stat().st_size for name in two if one[name] == two[name])]
     fresh = _state()
     assert restore(tmp_path, distckpt.Shards(fresh), dedup=None) == 2
     assert torch.equal(fresh["model"]["layer.1.weight"], state["model"]["layer.1.weight"])
