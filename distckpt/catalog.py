@@ -257,6 +257,20 @@ def check_files(files: Files, directory: str, entries: Iterable[FileEntry], dige
     return [problem for problem in found if problem is not None]
 
 
+def linked(files: Files, directory: str, entries: Iterable[FileEntry]) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Of the files that have further names (``dedup="link"``): {(device, inode): (bytes, names here, names in all)}."""
+    found: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for entry in entries:
+        try:
+            seen = files.look(*member_of(directory, entry))
+        except OSError:
+            continue  # whoever needs the file says what is wrong with it
+        if seen.links > 1:
+            here = found.get((seen.device, seen.inode), (0, 0, 0))[1]
+            found[seen.device, seen.inode] = seen.size, here + 1, seen.links
+    return found
+
+
 def strangers(files: Files, directory: str, known: Iterable[str]) -> list[str]:
     """Files and links under ``directory`` that ``known`` does not name, the marker aside."""
     names = set(known)

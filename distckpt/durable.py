@@ -42,10 +42,13 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Stat:
+    """``links``: how many names it has."""
+
     kind: str
     size: int
     inode: int
     device: int
+    links: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def _open_below(top: str, below: str, flags: int) -> int:
 
 
 def _stat_of(seen: os.stat_result) -> Stat:
-    return Stat(kind_of(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev)
+    return Stat(kind_of(seen.st_mode), seen.st_size, seen.st_ino, seen.st_dev, seen.st_nlink)
 
 
 def _require_regular(fd: int, path: str) -> os.stat_result:
@@ -355,11 +358,12 @@ class Files:
         raise OSError(number, os.strerror(number), one, None, other)
 
     def link(self, source: str, target: str) -> bool:
-        """A second, new name for a file; FileExistsError if taken, False where the file system has no hard links."""
+        """A second, new name for a file; FileExistsError if taken, False where the file system has no hard links, no more of
+        this file, or none between these two directories."""
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
-            if error.errno in (errno.EPERM, *_UNSUPPORTED):
+            if error.errno in (errno.EPERM, errno.EMLINK, errno.EXDEV, *_UNSUPPORTED):
                 return False
             raise
         return True

@@ -51,9 +51,11 @@ class CheckpointManager:
     ``retention=KeepLast(3) | KeepBest(2, "loss")``: what stays; nothing given: nothing is ever deleted. ``on_exists``: what a
     save of a committed step does: "error", "skip", "replace". ``fingerprint``: names the model or configuration; resume
     refuses another's. ``digest``: "xxh3-128", None, or "sha256", an eighth of the speed, which with signed markers
-    (``distckpt.trust``) is proof against exchanged files as well. ``allow_shared_root``: use a root that belongs to another
-    user, or in which every user may write and there is no sticky bit; without it that is a ConfigError, since what is loaded
-    from there may be somebody else's. A group that may write is taken as it is. ``check_staging`` (or
+    (``distckpt.trust``) is proof against exchanged files as well. ``dedup="link"``: a file of Shards whose bytes have not changed
+    since the checkpoint before is hard-linked instead of written; damage to one such file is damage to all its names.
+    ``allow_shared_root``: use a root that belongs to another user, or in which every user may write and there is no sticky bit;
+    without it that is a ConfigError, since what is loaded from there may be somebody else's. A group that may write is taken as
+    it is. ``check_staging`` (or
     DISTCKPT_CHECK_STAGING=1): find tensors that change while a background save copies them. ``writer="process"``: background
     saves of Shards and per-rank members are written by a process of their own, off the interpreter lock; DCP's collectives stay
     on a thread of this one. ``storage="node-local"``: ``root`` is on every node's own disk; a checkpoint exists when every node
@@ -68,15 +70,16 @@ class CheckpointManager:
                  retention: Policy | None = None, save_every: int | None = None, save_every_minutes: float | None = None,
                  save_at_start: bool = False, on_exists: str = "error", in_flight: str = "wait",
                  on_failure: str | Tolerate = "raise", stop_signals: Iterable[str] = DEFAULT, grace: float | None = None,
-                 digest: str | None = XXH3, allow_shared_root: bool = False, check_staging: bool | None = None,
-                 writer: str = "thread", storage: str = "shared", timeouts: Timeouts | None = None,
-                 seams: Seams | None = None) -> None:
+                 digest: str | None = XXH3, dedup: str | None = None, allow_shared_root: bool = False,
+                 check_staging: bool | None = None, writer: str = "thread", storage: str = "shared",
+                 timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
         self._seams = seams or Seams()
         self._timeouts = timeouts or Timeouts()
         self._on_exists = options.choice("on_exists", on_exists, options.ON_EXISTS)
         self._algorithm = check_algorithm(digest)
         self._layout = Layout.at(root)
+        links = options.links(dedup, digest)
         check_run_id(run_id)
         asked = Naming.parse(naming) if naming is not None else None
         schedule, signals, tolerate = Schedule(save_every, save_at_start), StopSignals(stop_signals), tolerated(on_failure)
@@ -91,7 +94,7 @@ class CheckpointManager:
         compared = {"retention": policy.spec, "on_exists": on_exists, "digest": digest, "run_id": run_id,
                     "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
                     "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate,
-                    "allow_shared_root": allow_shared_root, "storage": storage}
+                    "allow_shared_root": allow_shared_root, "storage": storage, "dedup": dedup}
         try:
             with self._group.rounds.call("start") as call:
                 begin = start.Start if storage == "shared" else LocalStart
@@ -112,7 +115,8 @@ class CheckpointManager:
         self._hooks = Hooks(self.rank, self._owned.journal.event if self._owned is not None else None, self._seams.runtime)
         parts = self._start.parts(self._committer, self._policy, digest) if isinstance(self._start, LocalStart) else None
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
-                            self._algorithm, self._on_exists, self._policy, self._hooks, parts)
+                            self._algorithm, self._on_exists, self._policy, self._hooks, parts,
+                            links)
         self._restorer = Restorer(self._seams, self._layout, self._naming, self._group, self._owned, self._lineage, fingerprint,
                                   self._timeouts, self._start.domains, self._start.abroad)
         self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,

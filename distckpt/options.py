@@ -19,6 +19,7 @@ VERIFY = ("size", "digest")
 IN_FLIGHT = ("wait", "skip", "error")
 WRITERS = ("thread", "process")
 STORAGE = ("shared", "node-local")
+DEDUP = (None, "link")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,15 @@ def policy(retention: Policy | None, keep_last: int | None, keep_every: int | No
     return retention
 
 
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> str:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
     return str(value)
+
+
+def links(dedup: Any, digest: str | None) -> bool:
+    """Whether unchanged files are linked."""
+    choice("dedup", dedup, DEDUP)
+    if dedup is not None and digest is None:
+        raise ConfigError("dedup='link' tells unchanged files by their digest: leave digest at 'xxh3-128', or pass 'sha256'")
+    return dedup is not None

@@ -52,7 +52,8 @@ def _means_something(naming: Naming, name: str) -> bool:
 
 class OwnedRoot:
     """Open with ``OwnedRoot.open``; ``close`` once for each open. ``in_doubt``: attempts that neither count nor go, with the
-    reason; ``apart``: those of them whose other domains lack them, or are not known."""
+    reason; ``apart``: those of them whose other domains lack them, or are not known; ``sources``: by attempt, the one whose files
+    it links."""
 
     def __init__(self, files: Files, layout: Layout, naming: Naming, ownership: Ownership, record: RootRecord,
                  runtime: Runtime) -> None:
@@ -64,6 +65,7 @@ class OwnedRoot:
         self.in_doubt: dict[str, str] = {}
         self.apart: set[str] = set()
         self.live: set[str] = set()
+        self.sources: dict[str, str] = {}
         self.pace = Pace()
         self.status = Status(files, layout, ownership.generation, runtime)
         self.no_rotation: str | None = None
@@ -172,9 +174,14 @@ class OwnedRoot:
         self._synced.add(found.head.attempt)
         self._sizes[found.head.series] = found.size
 
-    def needed(self, series: str) -> int | None:
-        """Bytes that a save of ``series`` will take on this disk, judging by the newest one; None for the first."""
-        if series not in self._sizes:
+    def takes(self, series: str, size: int) -> None:
+        """What the last save of ``series`` wrote, where links make that less than its checkpoint's size."""
+        self._sizes[series] = size
+
+    def needed(self, series: str, links: bool = False) -> int | None:
+        """Bytes that a save of ``series`` will take on this disk, judging by the newest one; None for the first, and with
+        ``links`` until this process has saved one."""
+        if series not in self._sizes and not links:
             self._sizes[series] = None
             try:
                 for entry in self.entries():
@@ -183,7 +190,7 @@ class OwnedRoot:
                         break
             except (MarkerError, OSError) as error:
                 log.debug("cannot tell how large the next save will be: %s", error)
-        return self._sizes[series]
+        return self._sizes.get(series)
 
     def make_room(self, timeout: float) -> None:
         """Rotate what the last commit lets go, and wait until it is deleted."""
@@ -200,6 +207,15 @@ class OwnedRoot:
         return found
 
     # -- attempts ------------------------------------------------------------------------------------------------
+
+    def hold(self, attempt: str, source: str) -> None:
+        """Until ``attempt`` ends it may link files of ``source``, which therefore neither goes nor is replaced (S25)."""
+        self.sources = {live: held for live, held in self.sources.items() if live in self.live}
+        self.sources[attempt] = source
+
+    def linked_by(self, attempt: str) -> list[str]:
+        """The attempts in progress that may link files of ``attempt``."""
+        return [live for live, source in self.sources.items() if source == attempt and live in self.live]
 
     def make_attempt(self, attempt: str, name: str) -> str:
         """The staging directory of a new attempt, durable in its parents. Those are never made on the way (S5)."""
@@ -277,6 +293,7 @@ class OwnedRoot:
         self.foreign(entries)
         merged = dict(rotation.protected_now(self.files, self.layout, entries, self.watch))
         merged.update(context.protected)
+        merged.update({a: "a save in progress links its files" for a in self.sources.values() if self.linked_by(a)})
         full = rotation.Context(merged, {**context.ignored, **self.in_doubt, **self.rejections()}, context.line,
                                 context.origin, context.fresh)
         return rotation.plan(series, entries, self.record.run, policy, full, self.examine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from distckpt import catalog, human, retention, rotation
 from distckpt.catalog import Entry
@@ -12,7 +13,7 @@ from distckpt.cli.output import Output
 from distckpt.cli.target import UsageError
 from distckpt.errors import ConfigError, MarkerError, StepNotFound
 from distckpt.leases import Watch
-from distckpt.marker import Marker
+from distckpt.marker import FileEntry, Marker
 from distckpt.owned import OwnedRoot
 from distckpt.reader import Root
 from distckpt.retention import KeepBest, Policy
@@ -67,17 +68,31 @@ class Plan:
         self.context = Context(protected, ignored, line=((chosen.marker.branch, chosen.seq), *chosen.marker.lineage),
                                origin=chosen.marker.parent, fresh=_since_resume(root, entries, chosen))
         self.sizes: dict[str, int] = {}
+        self._files: dict[str, tuple[FileEntry, ...]] = {}
         metrics: set[str] = set()
 
         def read(entry: Entry) -> Marker:
             found = owned.examine(entry) if owned is not None else _read(root, entry)
             self.sizes[entry.name] = found.size
+            self._files[entry.name] = found.files
             metrics.update(found.metrics)
             return found
 
         self.verdicts = rotation.plan(series, entries, run, self.policy, self.context, read)
         if given is not None:
             _check_metric(given, metrics)
+        self._linked = {v.entry.name: catalog.linked(root.files, root.layout.final(v.entry.name), self._files[v.entry.name])
+                        for v in self.victims}
+
+    def freed(self, names: list[str]) -> int:
+        """Bytes that the disk has back when ``names`` are gone: a linked file goes with its last name, and counts once."""
+        total, counts = sum(self.sizes.get(name, 0) for name in names), Counter[tuple[int, int]]()
+        known: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for name in names:
+            for inode, (size, here, links) in self._linked[name].items():
+                counts[inode] += here
+                known[inode] = size, here, links
+        return total - sum(size * (counts[inode] - (counts[inode] >= links)) for inode, (size, _, links) in known.items())
 
     @property
     def victims(self) -> list[Verdict]:
@@ -142,22 +157,24 @@ def _since_resume(root: Root, entries: list[Entry], chosen: Checkpoint) -> set[s
 
 
 def _report(out: Output, plan: Plan, gone: list[str], dry: bool) -> None:
-    root, rows, freed, document = plan.root, [], 0, []
+    root, rows, size, document = plan.root, [], 0, []
     for verdict in plan.verdicts:
         entry = verdict.entry
         goes = not verdict.keep
         word = "keep" if verdict.keep else "remove" if dry else "removed" if entry.name in gone else "STANDS"
         seen = plan.sizes.get(entry.name)
         if entry.name in gone:
-            freed += seen or 0
+            size += seen or 0
         rows.append((entry.name, str(entry.step), human.size(seen) if seen is not None else "-", word, verdict.reason))
         document.append({"name": entry.name, "step": entry.step, "bytes": seen, "keep": verdict.keep,
                          "removed": goes and not dry and entry.name in gone, "reason": verdict.reason})
+    freed = plan.freed(gone)
     out.document({"root": root.layout.root, "series": plan.series, "policy": plan.policy.spec, "source": plan.source,
-                  "dry_run": dry, "checkpoints": document, "bytes": freed})
+                  "dry_run": dry, "checkpoints": document, "bytes": size, "freed": freed})
     out.line(f"{root.layout.root}, series {plan.series}: retention {plan.policy.spec} ({plan.source})")
     out.table(("NAME", ">STEP", ">SIZE", "VERDICT", "WHY"), rows)
     verb = "would remove" if dry else "removed"
     committed = sum(v.entry.committed for v in plan.verdicts)
-    out.line(f"{verb} {len(gone)} of {output.plural(committed, 'checkpoint')}, {human.size(freed)}"
+    shared = f", which frees {human.size(freed)}: shared files are there once" if freed < size else ""
+    out.line(f"{verb} {len(gone)} of {output.plural(committed, 'checkpoint')}, {human.size(size)}{shared}"
              + ("; nothing was changed (--dry-run)" if dry else ""))

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from distckpt import human, journal
+from distckpt import catalog, human, journal
 from distckpt.checkpoint import Checkpoint
 from distckpt.cli import exits, latest, output, survey, target
 from distckpt.cli.output import Output
@@ -54,7 +54,7 @@ def _facts(root: Root, checkpoint: Checkpoint, states: str, names: dict[str, str
              ("saved", f"{_clock(marker.time)}, {output.age(root.runtime.time(), marker.time)}"
                        + (f", by {marker.host}" if marker.host else "")),
              ("world", output.plural(marker.world, "rank")), *_shares(checkpoint),
-             ("size", f"{human.size(marker.size)} in {output.plural(len(marker.files), 'file')}"),
+             ("size", f"{human.size(marker.size)} in {output.plural(len(marker.files), 'file')}{_linked(root, checkpoint)}"),
              ("branch", marker.branch), ("parent", _parent(marker.parent, names))]
     if marker.lineage:
         facts.append(("lineage", ", ".join(f"{branch} to commit {last}" for branch, last in marker.lineage[:5])
@@ -69,6 +69,12 @@ def _facts(root: Root, checkpoint: Checkpoint, states: str, names: dict[str, str
             facts.append((title, f"{key} = {shown}"))
             title = ""
     return facts
+
+
+def _linked(root: Root, checkpoint: Checkpoint) -> str:
+    """How much of it other checkpoints have as well, by links; empty when nothing."""
+    size = sum(each[0] for each in catalog.linked(root.files, checkpoint.path, checkpoint.marker.files).values())
+    return f", {human.size(size)} of it linked by other checkpoints" if size else ""
 
 
 def _shares(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -77,13 +77,13 @@ class Parts:
         self._call, self._request, self._go, self._progress, self._failure = call, request, go, progress, failure
         self._doubt, self._patience, self._found, self._marked, self._views = doubt, patience, None, False, {}
 
-    def room(self, series: str) -> Report:
+    def room(self, request: Request) -> Report:
         """For begin's report, of another domain's committer: [free bytes, bytes that its share will take], where both are known.
         What its trash gives back is waited for when it matters."""
-        if not self.domains.leads or self._rank == 0:
+        if not self.domains.leads or self._rank == 0 or request.links:  # rank 0 alone knows how much was linked
             return {}
         owned = self.owned
-        needed = owned.needed(series)
+        needed = owned.needed(request.series)
         try:
             free = owned.files.free(owned.layout.root)
             if needed is not None and free < needed:

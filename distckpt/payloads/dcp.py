@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.futures import Future
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing
-from distckpt.payloads import loadable, optim
+from distckpt.payloads import loadable, optim, pieces
 from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
 from distckpt.payloads.framework import own_failure
@@ -56,26 +57,45 @@ class _Writer(FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
         with without_crc(self._claims.algorithm is not None):  # of each tensor, which is an archive of its own in DCP's files
-            future: Future[list[WriteResult]] = super().write_data(plan, planner)
-            results = future.wait()
+            for part in _parts(plan) if self._claims.linking else [plan]:
+                found = super().write_data(part, planner).wait()
+                self._claim(found)
+                results += found
         written = {result.index for result in results}
         missing = [item.index for item in plan.items if item.index not in written]
         if missing:
             raise OSError(5, f"DCP reported success without writing {len(missing)} of {len(plan.items)} items, such as "
                              f"{missing[0].fqn}: a writer thread failed", self._claims.directory)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _claim(self, results: list[WriteResult]) -> None:
         ends: dict[str, int] = {}
         for result in results:
             stored = result.storage_data
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
         for name, size in sorted(ends.items()):
             self._claims.claim(name, size)
-        return future
+            self._claims.relink(name)  # its name carries the rank, and DCP opens it once
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         with open(self._claims.claim(METADATA), "rb") as written:
             unpickled(written)  # no size is told for it: a short one, or one that no load would take, ends the save here
+
+
+def _parts(plan: SavePlan) -> Iterator[SavePlan]:
+    """``plan``, in as many files as tell what changed from what did not."""
+    sized = [(item, item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize if item.tensor_data else 0)
+             for item in plan.items]
+    left, groups = pieces.grouped(sized)
+    for number, items in enumerate([left, *groups]):
+        if items:
+            prefix = f"{plan.storage_data.prefix}{number}_"
+            yield replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
 
 
 class DCP:

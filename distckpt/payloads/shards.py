@@ -1,9 +1,10 @@
-"""One file per rank, in a standard format: torch.save's or safetensors'. Readable without us."""
+"""One file per rank (several with ``dedup="link"``), in a standard format: torch.save's or safetensors'. Readable without us."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ import torch
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path
-from distckpt.payloads import loadable, torchfile
+from distckpt.payloads import loadable, pieces, torchfile
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.live import Live, of_value
-from distckpt.saving.files import RankFiles
+from distckpt.saving.files import PieceWriter, RankFiles
 
 _SUFFIX = {"torch": "pt", "safetensors": "safetensors"}
 
@@ -54,6 +55,10 @@ class Shards:
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         value = self._value()
+        if files.linking:
+            for index, piece in enumerate(pieces.split(value)):
+                files.put(pieces.name(self._file, index), self._pour(piece))
+            return
         if self._format == "safetensors":
             from safetensors.torch import save_file  # an extra
 
@@ -66,6 +71,14 @@ class Shards:
         with files.writer(self._file) as out:
             torchfile.write(value, out)
 
+    def _pour(self, value: Any) -> Callable[[PieceWriter], object]:
+        if self._format == "torch":
+            return partial(torchfile.write, value)
+        from safetensors.torch import save  # an extra
+
+        data = save({k: v.contiguous() for k, v in value.items()})
+        return lambda out: out.write(data)
+
     def live(self) -> Live:
         return of_value(self._state)
 
@@ -76,20 +89,24 @@ class Shards:
         return Shards(tree, self._name, self._format)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        name = checkpoint.name_of(self._file)
-        if type(self._state) is dict and self._format == "torch":
-            torchfile.read_into(checkpoint, name, self._state)
+        first, *more = pieces.names(checkpoint, self._file)
+        if not more and type(self._state) is dict and self._format == "torch":
+            torchfile.read_into(checkpoint, first, self._state)
             return
-        if self._format == "safetensors":
-            from safetensors.torch import load_file
-
-            with checkpoint.open(name, digest=False) as file:  # it holds no code, so resume's ``verify`` decides about digests
-                value: Any = load_file(f"/dev/fd/{file.fileno()}" if os.path.isdir("/dev/fd") else checkpoint.mine(self._file))
-        else:
-            value = torchfile.read(checkpoint, name)
+        value = self._read(checkpoint, first)
+        for name in more:
+            pieces.merge(value, self._read(checkpoint, name))
         if isinstance(self._state, Mapping):
             if not isinstance(self._state, dict):
                 raise ConfigError(f"cannot load in place into a {type(self._state).__name__}; pass a dict")
             loadable.fill(self._state, value, "state")
         else:
             self._state.load_state_dict(value)
+
+    def _read(self, checkpoint: Checkpoint, name: str) -> Any:
+        if self._format == "torch":
+            return torchfile.read(checkpoint, name)
+        from safetensors.torch import load_file
+
+        with checkpoint.open(name, digest=False) as file:  # it holds no code, so resume's ``verify`` decides about digests
+            return load_file(f"/dev/fd/{file.fileno()}" if os.path.isdir("/dev/fd") else checkpoint.shared(name))

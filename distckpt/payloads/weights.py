@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, DistckptError, ExportError
-from distckpt.payloads import torchfile
+from distckpt.payloads import pieces, torchfile
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of
 from distckpt.payloads.lightning import NAME as LIGHTNING
 
 _RANKS = re.compile(r"(?P<stem>.+)\.rank-(?P<rank>\d{5})-of-(?P<world>\d{5})(?P<suffix>\.pt|\.safetensors)")
 _FILES = re.compile(r"(?P<stem>(pytorch_|adapter_)?model(_fsdp)?(_\d+)?)(-\d{5}-of-\d{5})?(?P<suffix>\.safetensors|\.bin)")
 _OPTIMIZER = re.compile(r"optimizer([-_]\d+)?|members")
+_PASSED_OVER = re.compile(rf"{_OPTIMIZER.pattern}|.+\.part-\d{{5}}")
 _PIECES = re.compile(r"layer_\d+.*model_states\.pt")
 
 
@@ -60,7 +61,7 @@ def parts(checkpoint: Checkpoint) -> list[Part]:
             stored = metadata_of(_at(checkpoint, folder))
             keys = sorted({str((stored.planner_data or {}).get(name, (name,))[0]) for name in stored.state_dict_metadata})
             found += [Part(_joined(folder, key), "DCP", folder, key) for key in keys if not _OPTIMIZER.fullmatch(key)]
-        elif match is not None and int(match["rank"]) == 0 and not _OPTIMIZER.fullmatch(match["stem"]):
+        elif match is not None and int(match["rank"]) == 0 and not _PASSED_OVER.fullmatch(match["stem"]):
             found.append(Part(_joined(folder, match["stem"]), "Shards", folder, match["stem"] + match["suffix"]))
         elif whole is not None:
             found.append(Part(_joined(folder, whole["stem"]), "Hugging Face", folder, whole["stem"]))
@@ -131,7 +132,8 @@ def _of_shards(checkpoint: Checkpoint, part: Part, rank: int | None) -> Weights:
         raise ConfigError(f"--rank {rank}: {checkpoint.name} was saved by {checkpoint.world} ranks")
     found, owner = Weights(), dict[str, int]()
     for writer in range(checkpoint.world) if rank is None else [rank]:
-        _gather(found, _state_of(checkpoint, checkpoint.name_of(part.key, writer)), part, writer, owner)
+        for name in pieces.names(checkpoint, part.key, writer):
+            _gather(found, _state_of(checkpoint, name), part, writer, owner)
     return found
 
 

@@ -128,10 +128,10 @@ def _move(owned: OwnedRoot, attempt: str, name: str, replace: bool) -> None:
     if old is None:
         files.rename(staged, final)
         return
-    _refuse_leased(owned, old, name)
+    _refuse_leased(owned, old, name, attempt)
     if files.exchange(staged, final):
         try:
-            _refuse_leased(owned, old, name)
+            _refuse_leased(owned, old, name, attempt)
         except _Leased:
             files.exchange(staged, final)
             raise
@@ -162,8 +162,10 @@ def _undo(owned: OwnedRoot, aside: str, name: str, error: OSError) -> None:
         owned.no_rotation = f"the directory of {name} could not be synced ({second})"
 
 
-def _refuse_leased(owned: OwnedRoot, attempt: str, name: str) -> None:
+def _refuse_leased(owned: OwnedRoot, attempt: str, name: str, by: str) -> None:
     holders = owned.watch.holders(attempt)
+    if any(live != by for live in owned.linked_by(attempt)):
+        holders = [*holders, "another save links its files"]
     if holders:
         raise _Leased(16, f"{name} is in use and cannot be replaced: {'; '.join(holders)}; release the lease or choose another "
                           "step", owned.layout.final(name))

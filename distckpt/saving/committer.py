@@ -41,6 +41,7 @@ class Committer:
         self._began = 0.0
         self._begun = ""
         self._beside: list[str] = []
+        self.linked: dict[int, int] = {}
         self.series_committed: set[str] = set()
         self.domains: Domains | None = None
 
@@ -89,12 +90,15 @@ class Committer:
         owned.sweep()
         existing, replaces = self._existing(request)
         discard = existing is not None and request.discardable
-        attempt, seq = owned.runtime.token(8), 0
+        attempt, seq, source = owned.runtime.token(8), 0, None
         if existing is None or discard:
             self._check_room(request, reports)
             seq = owned.next_seq()
             owned.live.add(attempt)
             self._begun = attempt
+            source = self._source(request)
+            if source is not None:  # held from here on, under the lock that rotation and replace take
+                owned.hold(attempt, source[1])
             try:
                 owned.make_attempt(attempt, request.name)
             except OSError:
@@ -105,8 +109,18 @@ class Committer:
             owned.journal.event("begin", step=request.step, series=request.series, attempt=attempt, seq=seq, job=me.job,
                                 restart=me.restart, elastic=me.elastic)
         go = Go(attempt=attempt, name=request.name, generation=owned.generation, seq=seq, replace=replaces, discard=discard,
-                existing=existing)
+                existing=existing, source=source)
         return dict(vars(go))
+
+    def _source(self, request: Request) -> tuple[str, str] | None:
+        """(name, attempt) of the checkpoint whose files this save may link: the newest of the series, unless it is known to be
+        bad. Not an older one then: it may have the same bad file, linked."""
+        owned = self.owned
+        newest = next((e for e in owned.entries() if e.committed and e.series == request.series and e.head is not None
+                       and e.head.run == owned.record.run), None) if request.links else None
+        if newest is None or newest.head is None or newest.head.attempt in {**owned.in_doubt, **owned.rejections()}:
+            return None
+        return newest.name, newest.head.attempt
 
     def never_began(self, step: int | None, error: BaseException) -> None:
         """Begin ended in an error, or its verdict came too late: nobody works on the attempt, so the next begin sweeps it."""
@@ -170,8 +184,8 @@ class Committer:
                                  failures={}, outcome="aborted")
 
     def needed(self, series: str) -> int | None:
-        """Bytes that a save of ``series`` will take here; None for the first."""
-        return self.owned.needed(series)
+        """Bytes that a save of ``series`` will take here; None where that is not known."""
+        return self.owned.needed(series, self.request.links)
 
     def _check_room(self, request: Request, reports: dict[int, Report]) -> None:
         """DiskFull, before anybody writes, when one like the last does not fit on some disk."""
@@ -237,17 +251,21 @@ class Committer:
         self._beside = list(found.payload.get("beside", []))
         lineage.fresh.append(go.attempt)
         self.series_committed.add(request.series)
+        owned.takes(request.series, found.size - sum(
+            linked for rank, linked in self.linked.items() if self.domains is None or rank in self.domains.mine))
         seconds = owned.runtime.monotonic() - self._began
         blocked, behind = (seconds, 0.0) if request.blocked is None else (request.blocked, seconds)
         owned.status.note(go.attempt, "committed", name=go.name)
         measured = owned.pace.commit(seconds, blocked, behind, owned.runtime.monotonic())
         owned.journal.event("committed", step=request.step, series=request.series, name=go.name, attempt=go.attempt,
                             seq=go.seq, bytes=size, files=count, slowest_rank=slowest[0],
-                            slowest_seconds=round(slowest[1], 3), **measured)
+                            slowest_seconds=round(slowest[1], 3), **({"linked": sum(self.linked.values())} if request.links
+                                                                     else {}), **measured)
+        linked = f" ({human.size(sum(self.linked.values()))} linked)" if request.links else ""
         stop = f"; {measured['since_stop']:.2f} s after the word to stop" if "since_stop" in measured else ""
-        log.info("committed %s: step %d, %d ranks, %d files, %s; training was blocked for %.2f s, %.2f s went in the background, "
-                 "rank %d was the slowest with %.2f s%s", go.name, request.step, self.group.world, count,
-                 human.size(size), blocked, behind, *slowest, stop)
+        log.info("committed %s: step %d, %d ranks, %d files, %s%s; training was blocked for %.2f s, %.2f s went in the "
+                 "background, rank %d was the slowest with %.2f s%s", go.name, request.step, self.group.world, count,
+                 human.size(size), linked, blocked, behind, *slowest, stop)
         return {"committed": {"name": go.name, "attempt": go.attempt, "seq": go.seq, "bytes": size,
                               "files": count, "slowest": list(slowest)}}
 

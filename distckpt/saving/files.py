@@ -16,6 +16,7 @@ from distckpt.marker import FileEntry
 from distckpt.ordered import make_dir, walk
 from distckpt.patience import NONE, Patience
 from distckpt.runtime import SYSTEM, Runtime
+from distckpt.saving.links import Nowhere, Twins
 from distckpt.together import together
 
 _PACE = 8 << 20
@@ -28,10 +29,11 @@ class PeerFailed(Exception):
 
 @dataclass
 class Written:
-    """A file that the writer process wrote, synced and closed for this rank."""
+    """A durable file that needs no more: the writer process wrote it, or with ``linked`` it is a checkpoint's before."""
 
     size: int
     digest: str | None
+    linked: bool = False
     durable: bool = True
 
 
@@ -139,7 +141,7 @@ class RankFiles:
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
                  aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
-                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM) -> None:
+                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM, twins: Twins | None = None) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
         self.first: int = parent.first if parent else first
         self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
@@ -149,6 +151,7 @@ class RankFiles:
             self._claims: dict[str, _Claim] = {}
             self.open_ended = False
             self.bytes_written = self.elsewhere = 0
+            self.twins = twins
             self.notes: dict[str, Any] = {}
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -243,8 +246,14 @@ class RankFiles:
         """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``, or
         with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
-        relative, path = self._prefix + own, self._claim(own)
-        before, ask_at = self._top.bytes_written, 0
+        path = self._claim(own)
+        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written))
+        self._top._claims[self._prefix + own].writer = writer
+        return writer
+
+    def _asking(self, before: int) -> Callable[[int], None]:
+        """What is called between pieces with the bytes of this file so far."""
+        ask_at = 0
 
         def between(size: int) -> None:
             nonlocal ask_at
@@ -253,9 +262,35 @@ class RankFiles:
                 ask_at = size + _PACE
                 self.stop_if_aborted()
 
-        writer = PieceWriter(self._files.open(path), path, self._algorithm, between)
-        self._top._claims[relative].writer = writer
-        return writer
+        return between
+
+    @property
+    def linking(self) -> bool:
+        """Whether files that did not change since the checkpoint before are linked: it pays then to have what may change in
+        files apart."""
+        return self._top.twins is not None
+
+    def put(self, name: str, write: Callable[[PieceWriter], object], exact: bool = False) -> None:
+        """A new file with what ``write`` writes, or one more name of the same bytes in the checkpoint before (see ``links``).
+        ``write`` may be called twice and must write the same both times. ``name``, ``exact``: as for ``writer``."""
+        if not self._link(name if exact else rank_name(name, self.rank, self.world), write):
+            with self.writer(name, exact) as out:
+                write(out)
+
+    def _link(self, own: str, write: Callable[[PieceWriter], object]) -> bool:
+        relative, twins = self._prefix + own, self._top.twins
+        if twins is None or self._algorithm is None or relative in self._top._claims or not twins.has(self._files, relative):
+            return False
+        before, path = self._top.bytes_written, os.path.join(self._directory, check_member_path(relative))
+        with PieceWriter(Nowhere(), path, self._algorithm, self._asking(before)) as out:
+            write(out)
+        assert out.digest is not None
+        self._make_parents(relative)
+        if not twins.link(self._files, relative, out.size, out.digest, path):
+            self._top.bytes_written = before
+            return False
+        self._top._claims[relative] = _Claim(Written(out.size, out.digest, linked=True))
+        return True
 
     def note(self, key: str, value: Any) -> None:
         """Something small for the marker's ``payload`` part; JSON. Rank 0's notes are kept."""
@@ -273,9 +308,35 @@ class RankFiles:
 
     def _claim(self, name: str) -> str:
         relative = check_member_path(self._prefix + name)
+        path = os.path.join(self._directory, relative)
+        if self.is_linked(relative):  # a framework's open("wb") on it would empty the checkpoint before (S25)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self._top._claims.setdefault(relative, _Claim())
         self._make_parents(relative)
-        return os.path.join(self._directory, relative)
+        return path
+
+    def relink(self, name: str) -> None:
+        """``name``, which this rank claimed and its framework wrote to the end, becomes one more name of the same bytes in the
+        checkpoint before, if it has them. Only a name that no other rank's framework can write (S25). What was just written is
+        in memory, and is gone before the disk had to have it."""
+        relative, twins = self._prefix + name, self._top.twins
+        if twins is None or self._algorithm is None or not twins.has(self._files, relative):
+            return
+        path = os.path.join(self._directory, relative)
+        size, digest = _digest.of_file(self._files, path, self._asking(self._top.bytes_written), self._algorithm)
+        if twins.link(self._files, relative, size, digest, f"{path}.twin"):
+            self._files.rename(f"{path}.twin", path)
+            self._top._claims[relative] = _Claim(Written(size, digest, linked=True))
+
+    def is_linked(self, relative: str) -> bool:
+        """Whether ``relative``, from the checkpoint's own directory, is one more name of a committed file."""
+        claim = self._top._claims.get(relative)
+        return claim is not None and isinstance(claim.writer, Written) and claim.writer.linked
+
+    @property
+    def bytes_linked(self) -> int:
+        return sum(claim.writer.size for claim in self._top._claims.values()
+                   if isinstance(claim.writer, Written) and claim.writer.linked)
 
     def _make_parents(self, relative: str) -> None:
         parts = relative.split("/")[:-1]
@@ -293,14 +354,14 @@ class RankFiles:
         """Seconds to look again for a directory that another host made."""
         return self._patience.seconds
 
-    def written(self) -> list[tuple[str, int, str | None]]:
-        """The child's: (path, size, digest) of what was written; size -1 for a file that somebody else's code wrote."""
-        return [(relative, claim.writer.size, claim.writer.digest) if claim.writer is not None else (relative, -1, None)
-                for relative, claim in self._top._claims.items()]
+    def written(self) -> list[tuple[str, int, str | None, bool]]:
+        """The child's: (path, size, digest, linked) of what was written; size -1 for a file that somebody else's code wrote."""
+        return [(relative, claim.writer.size, claim.writer.digest, self.is_linked(relative)) if claim.writer is not None
+                else (relative, -1, None, False) for relative, claim in self._top._claims.items()]
 
-    def adopt(self, relative: str, size: int, digest: str | None) -> None:
+    def adopt(self, relative: str, size: int, digest: str | None, linked: bool) -> None:
         """The parent's: take over what the child wrote. It is measured again with the rest."""
-        self._top._claims[check_member_path(relative)] = _Claim(Written(size, digest) if size >= 0 else None)
+        self._top._claims[check_member_path(relative)] = _Claim(Written(size, digest, linked) if size >= 0 else None)
 
     # -- for the transaction -------------------------------------------------------------------------------------
 

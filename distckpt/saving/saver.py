@@ -45,10 +45,11 @@ class Saver:
 
     def __init__(self, seams: Seams, layout: Layout, naming: Naming, group: Group, committer: Committer | None,
                  timeouts: Timeouts, algorithm: str | None, on_exists: str, policy: Callable[[str], Policy],
-                 hooks: Hooks, parts: Parts | None = None) -> None:
+                 hooks: Hooks, parts: Parts | None = None, links: bool = False) -> None:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
         self._on_exists, self._policy, self._hooks, self._parts = on_exists, policy, hooks, parts
+        self._links = links
         self._patience = Patience.towards(seams.files, seams.runtime, layout.root, timeouts.visible,
                                           lambda: group.pulse.phase(group.pulse.current_phase))
 
@@ -79,7 +80,8 @@ class Saver:
             part.check()
         request = Request(step=number, series=series, on_exists=rule, name=final_name(self._naming, series, number),
                           metrics=check_metrics(metrics), meta=check_meta(meta),
-                          collective=part is not None and part.collective, discardable=part is None, blocked=blocked)
+                          collective=part is not None and part.collective, discardable=part is None, blocked=blocked,
+                          links=self._links)
         return request, part
 
     def on_own_disks(self, part: Payload) -> ConfigError | None:

@@ -26,11 +26,12 @@ class Request:
     blocked: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    links: bool = False
 
 
 @dataclass(frozen=True)
 class Go:
-    """Rank 0's answer to begin."""
+    """Rank 0's answer to begin. ``source``: (name, attempt) of the checkpoint whose files may be linked."""
 
     attempt: str
     name: str
@@ -39,6 +40,7 @@ class Go:
     replace: bool = False
     discard: bool = False
     existing: str | None = None
+    source: tuple[str, str] | None = None
 
 
 def save_error(step: int, attempt: str | None, failures: dict[int, RankFailure], world: int,

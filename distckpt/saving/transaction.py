@@ -27,6 +27,7 @@ from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
 from distckpt.saving.compare import compare
 from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.links import Twins
 from distckpt.saving.terms import Go, Request, both_wrote, save_error
 from distckpt.saving.unclaimed import Unclaimed
 
@@ -64,7 +65,7 @@ class Transaction:
     def begin(self, report: Report) -> RankFiles | None:
         """The files to write into; None when the step is there already and is skipped. Raises alike on every rank."""
         decide: Callable[[dict[int, Report]], Report] = self._committer.begin if self._committer else _never
-        room = self._parts.room(self.request.series) if self._parts else {}
+        room = self._parts.room(self.request) if self._parts else {}
         try:
             verdict = self._call.round({
                 **report, **room, "step": self.request.step, "series": self.request.series, "on_exists": self.request.on_exists,
@@ -74,6 +75,10 @@ class Transaction:
                 self._committer.never_began(self.request.step, error)
             raise
         go = self.go = Go(**verdict["go"])
+        twins = None
+        if self.request.links:
+            name, attempt = go.source or ("", None)
+            twins = Twins(self._layout.final(name) if name else "", attempt)
         if go.existing is not None and not go.discard:
             return None
         parts = self._parts
@@ -82,7 +87,7 @@ class Transaction:
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
                            aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience,
-                           first=parts.first if parts else 0, runtime=self._runtime)
+                           first=parts.first if parts else 0, runtime=self._runtime, twins=twins)
         self._pulse.probe(handle.written_bytes)
         self._unclaimed = Unclaimed(self._call, self._group, self._files, self._directory, go.attempt, self._failure,
                                     algorithm=self._algorithm, progress=self._progress, patience=self._patience)
@@ -158,7 +163,8 @@ class Transaction:
             self._client.claim(self._decision, {"aborted": asdict(failure)})
         else:
             report = {"files": [[e.path, e.size, e.digest] for e in entries], "notes": files.notes,
-                      "open": files.open_ended, "seconds": round(self._runtime.monotonic() - self._writing, 6)}
+                      "open": files.open_ended, "linked": files.bytes_linked,
+                      "seconds": round(self._runtime.monotonic() - self._writing, 6)}
         if go.discard:
             return self._discard(go, failure, error)
         try:
@@ -212,6 +218,7 @@ class Transaction:
                 problem = self._sync_unclaimed(go, unclaimed, acked)
             if problem is None:
                 self._pulse.phase("commit")
+                self._committer.linked = {rank: report.get("linked", 0) for rank, report in reports.items()}
                 commit = self._parts.commit if self._parts else partial(self._committer.commit, patience=self._patience)
                 verdict: Report = commit(go, acked, notes, _slowest(reports))
             else:

@@ -38,6 +38,7 @@ from distckpt.payloads.shards import Shards
 from distckpt.runtime import SYSTEM
 from distckpt.saving.arena import Arena
 from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.links import Twins
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ class WriterProcess:
             if arena.size:
                 send_handle(channel, arena.handle, child.pid)
             self._known = arena.version
-        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first, files.patience))
+        channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first, files.patience,
+                      files.twins))
 
     def _follow(self, files: RankFiles) -> None:
         channel, child = self._channel, self._child
@@ -167,8 +169,8 @@ class WriterProcess:
         if kind == "stopped" or stopping is not None:
             raise stopping or PeerFailed()
         written, notes = told
-        for relative, size, digest in written:
-            files.adopt(relative, size, digest)
+        for entry in written:
+            files.adopt(*entry)
         for key, value in notes.items():
             files.note(key, value)
 
@@ -279,7 +281,7 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, rank: int, world: int,
-               algorithm: str | None, first: int, patience: float) -> tuple[Any, ...]:
+               algorithm: str | None, first: int, patience: float, twins: Twins | None) -> tuple[Any, ...]:
     said = [time.monotonic()]
 
     def between() -> bool:
@@ -290,7 +292,7 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
         return channel.poll(0)
 
     files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between, first=first,
-                      patience=Patience(SYSTEM, patience))
+                      patience=Patience(SYSTEM, patience), twins=twins)
     try:
         _Unpacker(packed, block).load().write(files, Ranks(rank, world, lambda: None))
     except PeerFailed:

@@ -10,7 +10,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import CoordinatorLost, DistckptError, RankTimeout, SaveError
 from distckpt.manager import CheckpointManager
 from distckpt.payloads.base import Ranks
-from distckpt.saving.files import RankFiles
+from distckpt.saving.files import PieceWriter, RankFiles
 from distckpt.saving.handle import SaveHandle
 from distckpt.steps import Todo
 from distckpt.testing import checker
@@ -34,10 +34,12 @@ class State:
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         here = files.below(self.folder) if self.folder else files
-        with here.writer("data.bin") as out:
-            half = len(self.data) // 2
-            out.write(self.data[:half])
-            out.write(self.data[half:])
+        here.put("data.bin", self._pour)
+
+    def _pour(self, out: PieceWriter) -> None:
+        half = len(self.data) // 2
+        out.write(self.data[:half])
+        out.write(self.data[half:])
 
     def tree(self) -> Any:
         return {"data": self.data}

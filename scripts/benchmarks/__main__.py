@@ -14,7 +14,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from scripts.benchmarks import (
-    background, coordination, core, frameworks, link, memory, peers, reading, rotation, save, small, startup)
+    background,
+    coordination,
+    core,
+    frameworks,
+    link,
+    memory,
+    peers,
+    reading,
+    rotation,
+    save,
+    small,
+    startup,
+)
 from scripts.benchmarks.place import LOOPS, describe, loop, size_of
 from scripts.benchmarks.report import SLACK, Row, missed, table
 

@@ -52,6 +52,8 @@ def payload(kind: str, number: int, rank: int) -> Any:
     state = state_of(number, rank)
     if kind == "shards":
         return {"here": distckpt.Shards(state), "there": distckpt.Shards({"w": state["w"]}, format="safetensors")}
+    if kind == "linked":
+        return {"frozen": distckpt.Shards({"w": torch.full((300,), -1.0 - rank)}), "head": distckpt.Shards(state)}
     if kind == "deepspeed":
         from scripts.proof import l1_deepspeed
 
@@ -88,8 +90,8 @@ def rank(place: Place, scenario: Scenario, phase: Phase, first: int) -> int:
     files: Files = REAL
     if phase.kill is not None and phase.kill[0] == place.rank:
         files = FaultyFiles(REAL, kill(phase.kill[1]))
-    manager = distckpt.CheckpointManager(scenario.root, keep_last=scenario.keep, writer=scenario.writer, timeouts=QUICK,
-                                         seams=Seams(files=files))
+    manager = distckpt.CheckpointManager(scenario.root, keep_last=scenario.keep, writer=scenario.writer, dedup=scenario.dedup,
+                                         timeouts=QUICK, seams=Seams(files=files))
     with manager:
         found = manager.resume().checkpoint
         if place.rank == 0 and found is not None:

@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Save:
-    """``payload``: "members", "shards", "dcp", "deepspeed" (ZeRO-2; its rank 1 is slow) or "plug" (somebody else's writer).
-    ``fails``: the rank whose writer raises."""
+    """``payload``: "members", "shards", "linked" (shards of which one file is the same in all saves), "dcp", "deepspeed" (ZeRO-2;
+    its rank 1 is slow) or "plug" (somebody else's writer). ``fails``: the rank whose writer raises."""
 
     step: int
     payload: str = "members"
@@ -36,6 +36,7 @@ class Scenario:
     phases: tuple[Phase, ...]
     writer: str = "thread"
     mutant: str = ""
+    dedup: str | None = None
 
     @property
     def root(self) -> str:
@@ -74,6 +75,8 @@ CHOSEN: tuple[Scenario, ...] = (
     Scenario("", 2, 3, (Phase((*_line(1, 2), Save(3, "plug", fails=1), *_line(3, 4, 5))),)),
     Scenario("", 4, 1, (Phase(_line(1, 2, background=True), kill=(2, 9)), Phase(_line(3, 4, payload="dcp")))),
     Scenario("", 2, 2, (Phase(_line(1, 2, 3), kill=(0, 55)), Phase(_line(4), kill=(0, 30)), Phase(_line(5, 6)))),
+    Scenario("", 2, 1, (Phase(_line(1, 2, 3, 3, payload="linked"), kill=(0, 130)), Phase(_line(4, 5, payload="linked"))),
+             dedup="link"),
 )
 
 

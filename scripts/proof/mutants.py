@@ -45,16 +45,17 @@ _LIMIT = 900.0
 _FLAKES = 4
 
 _OWN: dict[str, str] = {
-    "saving/commit.py": "order commit recovery",
-    "saving/committer.py": "begin ranks/framework_files ranks/disagreement ranks/decision commit hooks",
+    "saving/commit.py": "order commit recovery links",
+    "saving/committer.py": "begin links ranks/framework_files ranks/disagreement ranks/decision commit hooks",
     "saving/transaction.py": "ranks/framework_files ranks/decision ranks/failures hooks",
-    "saving/files.py": "rank_files payloads",
+    "saving/files.py": "rank_files links payloads",
+    "saving/links.py": "links proof/links",
     "saving/finaliser.py": "ranks/background_failures hooks",
     "saving/saver.py": "ranks/decision ranks/failures hooks options",
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",
-    "owned.py": "order owned rotation commit",
+    "owned.py": "order owned rotation commit links",
     "rootdir.py": "owned",
     "saving/compare.py": "begin ranks/framework_files",
     "saving/unclaimed.py": "ranks/framework_files",

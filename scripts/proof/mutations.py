@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/finaliser.py",
-         "saving/saver.py", "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
+FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/links.py",
+         "saving/finaliser.py", "saving/saver.py",
+         "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
          "domains/retire.py", "durable.py",
          "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
          "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
@@ -25,7 +26,7 @@ _CALLS = _SYNCS | {
     "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
     "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",
     "unlink_if_there", "remove_tree",  # names
-    "check", "_refuse_leased", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
+    "check", "_refuse_leased", "hold", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
     "freeze", "act", "cancel", "again", "lose"}  # the gate
 _OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "unlink": {"files"},

@@ -128,6 +128,22 @@ def replacing(manager: Told, rank: int) -> None:
     manager.save(2, State(bytes_of(rank, 2, "again: ")), on_exists="replace")
 
 
+def linking(manager: Told, rank: int) -> None:
+    """Saves in which only the last rank's bytes change; the others' are linked (S25)."""
+    for step in (1, 2, 3):
+        manager.save(step, State(bytes_of(rank, step if rank == manager.world - 1 else 0)))
+
+
+def relinking(manager: Told, rank: int) -> None:
+    """In the background, and over a committed one."""
+    manager.poll(1)
+    manager.save(1, State(bytes_of(rank, 1 if rank else 0)), background=True)
+    manager.poll(2)
+    manager.save(2, State(bytes_of(rank, 2 if rank else 0)), background=True)
+    manager.wait()
+    manager.save(2, State(bytes_of(rank, 3 if rank else 0)), on_exists="replace")
+
+
 def satisfied(manager: Told, rank: int) -> None:
     """A step that is there already is skipped on every rank."""
     manager.save(1, State(bytes_of(rank, 1)))
@@ -214,6 +230,9 @@ SCENARIOS: dict[str, Scenario] = {
     "stopping": Scenario(stopping, rule=_stopped),
     "replacing": Scenario(replacing),
     "replacing-nfs": Scenario(replacing, disk=_no_exchange),
+    "linking": Scenario(linking, {"dedup": "link"}),
+    "linking-nfs": Scenario(linking, {"dedup": "link"}, disk=_no_exchange),
+    "relinking": Scenario(relinking, {"dedup": "link"}),
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
     "leaving": Scenario(leaving, raises=True),
@@ -222,6 +241,7 @@ SCENARIOS: dict[str, Scenario] = {
     "local-background": Scenario(in_background, nodes=2),
     "local-replacing": Scenario(replacing, nodes=2),
     "local-replacing-nfs": Scenario(replacing, disk=_no_exchange, nodes=2),
+    "local-linking": Scenario(linking, {"dedup": "link"}, nodes=2),
     "local-framework": Scenario(framework, nodes=2),
     "local-leaving": Scenario(leaving, raises=True, nodes=2),
 }

@@ -1,6 +1,6 @@
 """The schedules of DESIGN section 12, by number, with the whole library in the simulation.
 
-S1 (several domains) is in ``test_domains``. S25 (object stores, links) speaks of parts that do not exist yet.
+S1 (several domains) is in ``test_domains``, S25 (links) in ``test_links``; its object stores do not exist yet.
 """
 
 from __future__ import annotations
