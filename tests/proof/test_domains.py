@@ -7,6 +7,7 @@ committer around a save; power goes on one node only as well. The mutants at the
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,44 +47,6 @@ def save_of(step: int, scenario: str = "local", world: int = 2, rank: int = 1, s
     mine = [line for line in trace if line.split()[1].startswith(f"1.{rank}/") and line.split()[2] in ("file", "store")]
     began = [number for number, line in enumerate(mine, 1) if " mkdir " in line and "/step-" in line]
     return range([*began, len(mine)][step - 1], [*began, len(mine)][step])
-
-
-# -- S1 ----------------------------------------------------------------------------------------------------------------
-
-
-def test_S1_the_second_committer_is_killed_at_every_operation_of_a_save() -> None:
-    """Whatever rank 0 told or rotated by then, what stands in one domain stands in both after the next start."""
-    runs = judged(f"kill:1@{at}" for at in save_of(3))
-    told = {verdict for run in runs for save in run.saves for rank, verdict in save.told.items() if rank == 0}
-    assert {COMMITTED, UNKNOWN} <= told
-
-
-def test_S1_rank_0_is_killed_at_every_operation_of_a_save() -> None:
-    judged(f"kill:0@{at}" for at in save_of(3, rank=0)[::2])
-
-
-def test_S1_one_node_loses_its_power() -> None:
-    judged(f"node:{rank}@{at}" for rank in (0, 1) for at in save_of(3, rank=rank)[rank::4])
-
-
-def test_S1_with_three_domains_and_with_two_ranks_in_one() -> None:
-    judged((f"kill:2@{at}" for at in save_of(3, "local-3", 3, 2)[::4]), "local-3", 3)
-    judged((f"{kind}:{rank}@{at}" for kind in ("kill", "node") for rank in (1, 2) for at in range(100, 230, 19)), "local", 3)
-
-
-@pytest.mark.parametrize("scenario, kinds, stride", [
-    ("local", ("stop", "slow", "fail", "lost"), 37), ("local-background", ("kill", "fail", "stop"), 41),
-    ("local-replacing", ("kill", "fail"), 29), ("local-replacing-nfs", ("kill", "node"), 37),
-    ("local-framework", ("kill", "fail"), 53), ("local-leaving", ("kill",), 41)])
-def test_faults_at_many_operations(scenario: str, kinds: tuple[str, ...], stride: int) -> None:
-    top = Case(scenario, 2, 5).run().operations
-    value = {"slow": ":0.5", "fail": ":EIO", "lost": ":EIO"}
-    judged((f"{kind}:{rank}@{at}{value.get(kind, '')}" for kind in kinds for rank in (0, 1)
-            for at in range(rank + 2, top[rank], stride)), scenario, seed=5)
-
-
-def test_the_whole_machine_loses_its_power() -> None:
-    judged(f"power@{at}" for at in range(11, Case("local", 2, 3).run().total, 43))
 
 
 # -- S10: who is on one disk -------------------------------------------------------------------------------------------
@@ -319,6 +282,29 @@ def test_rank_0_that_fails_in_a_way_nobody_thought_of_strands_no_committer(monke
     well(nodes.restart())
 
 
+def test_a_rank_0_that_goes_on_after_a_fault_nobody_thought_of_keeps_no_committer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives and its heart beats: who waited for its turn in that save would wait on, and miss the next one."""
+    orig, broken = commit.publish, [True]
+
+    def publish(one: owned.OwnedRoot, *more: Any, **options: Any) -> Any:
+        if one.runtime.identity().host == "host-0" and broken:
+            broken.clear()
+            raise KeyError("a fault of ours")
+        return orig(one, *more, **options)
+
+    monkeypatch.setattr(commit, "publish", publish)
+    nodes = Nodes(2)
+
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises((KeyError, SaveError)):
+            manager.save(1, State(bytes_of(rank, 1)))
+        manager.save(2, State(bytes_of(rank, 2)))
+
+    run = nodes.job(program)
+    assert run.errors == {} and run.seconds < 6
+    well(nodes.restart())
+
+
 def test_S7_a_dead_share_goes_to_trash_without_its_marker() -> None:
     """It could not be taken back when the attempt was aborted; in trash it would pass for a checkpoint that once was."""
     nodes, seen = Nodes(2), list[bool]()
@@ -337,6 +323,63 @@ def test_S7_a_dead_share_goes_to_trash_without_its_marker() -> None:
         1: [faults.fail(errno.EIO, op="unlink", path=lambda path: path.endswith("/step-1/commit.json")),
             faults.call(look, op="rename", path=lambda path: "/trash/" in path)]})
     assert run.errors == {} and seen == [False]
+
+
+def test_S7_a_dead_share_in_trash_has_no_marker_after_a_power_cut_either() -> None:
+    """That it is gone is durable before the share moves: else the first job of a root could not start again."""
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises(SaveError):
+            manager.save(1, State(bytes_of(rank, 1)))
+        manager.save(2, State(bytes_of(rank, 2)))
+
+    def dead_share() -> dict[str, Any]:
+        """Of the first save, which rank 0 cannot publish and rank 1 cannot take back."""
+        return {"file_faults": {
+            0: [faults.fail(errno.EIO, op="rename", path=lambda path: path.endswith("/run/step-1"))],
+            1: [faults.fail(errno.EIO, op="unlink", path=lambda path: path.endswith("/step-1/commit.json"))]}}
+
+    trace = Nodes(2, traced=True).job(program, **dead_share()).trace
+    mine = [line for line in trace if line.split()[1].startswith("1.1/") and line.split()[2] in ("file", "store")]
+    moved = next(number for number, line in enumerate(mine, 1) if re.search(r" rename .*/staging/1/[0-9a-f]{16}$", line.strip()))
+    cut = Nodes(2)
+    cut.job(program, [f"node:1@{moved + 1}"], **dead_share())
+    disks = list(cut.nodes[1].crash_states(200, 1))
+    assert any("/trash/" in path for disk in disks for path in disk.snapshot() if path.endswith("/step-1"))
+    for disk in disks:
+        for path in disk.snapshot():
+            assert not ("/.distckpt/trash/" in path and path.endswith("commit.json")), path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_S21_what_a_rank_writes_is_live_on_its_node_until_the_save_has_ended(rank: int) -> None:
+    """Managers of one root in one process share its owner: the begin of one must not sweep what the other writes."""
+    nodes, seen = Nodes(2), list[bool]()
+    managers: dict[int, Any] = {}
+
+    def owner() -> owned.OwnedRoot:
+        start = managers[rank]._start
+        found = start.owned or start.share
+        assert found is not None
+        return found
+
+    def look(operation: Any) -> None:
+        staged = [item.name for item in nodes.nodes[rank].scan(LAYOUT.staging(1)) if item.kind == "dir"]
+        seen.append(bool(staged) and set(staged) <= owner().live)
+
+    def program(manager: Told, me: int) -> None:
+        managers[me] = manager
+        manager.save(1, State(bytes_of(me, 1)))
+        assert owner().live == set() or me != rank
+        with pytest.raises(SaveError):
+            manager.save(2, State(bytes_of(me, 2)))
+        assert owner().live == set() or me != rank
+        assert block(manager, 1, b"thrown away")
+        assert owner().live == set() or me != rank
+
+    run = nodes.job(program, file_faults={
+        rank: [faults.call(look, op="fsync", path=lambda path: path.endswith(".bin")),
+               faults.fail(errno.EIO, op="write", path=lambda path: "/step-2/data" in path)]})
+    assert run.errors == {} and seen and all(seen)
 
 
 def test_S12_a_node_whose_sync_failed_rotates_nothing_until_its_restart() -> None:
@@ -448,6 +491,44 @@ def test_who_opens_one_nodes_root_alone_neither_publishes_nor_sweeps_nor_counts_
     assert isinstance(refused.errors[0], NoUsableCheckpoint) and "storage='node-local'" in str(refused.errors[0])
     again = nodes.job(lambda manager, rank: manager.resume().step)
     assert again.errors == {} and set(again.values.values()) == {2}
+
+
+# -- S1 ----------------------------------------------------------------------------------------------------------------
+
+
+def test_S1_the_second_committer_is_killed_at_every_operation_of_a_save() -> None:
+    """Whatever rank 0 told or rotated by then, what stands in one domain stands in both after the next start."""
+    runs = judged(f"kill:1@{at}" for at in save_of(3))
+    told = {verdict for run in runs for save in run.saves for rank, verdict in save.told.items() if rank == 0}
+    assert {COMMITTED, UNKNOWN} <= told
+
+
+def test_S1_rank_0_is_killed_at_every_operation_of_a_save() -> None:
+    judged(f"kill:0@{at}" for at in save_of(3, rank=0)[::2])
+
+
+def test_S1_one_node_loses_its_power() -> None:
+    judged(f"node:{rank}@{at}" for rank in (0, 1) for at in save_of(3, rank=rank)[rank::4])
+
+
+def test_S1_with_three_domains_and_with_two_ranks_in_one() -> None:
+    judged((f"kill:2@{at}" for at in save_of(3, "local-3", 3, 2)[::4]), "local-3", 3)
+    judged((f"{kind}:{rank}@{at}" for kind in ("kill", "node") for rank in (1, 2) for at in range(100, 230, 19)), "local", 3)
+
+
+@pytest.mark.parametrize("scenario, kinds, stride", [
+    ("local", ("stop", "slow", "fail", "lost"), 37), ("local-background", ("kill", "fail", "stop"), 41),
+    ("local-replacing", ("kill", "fail"), 29), ("local-replacing-nfs", ("kill", "node"), 37),
+    ("local-framework", ("kill", "fail"), 53), ("local-leaving", ("kill",), 41)])
+def test_faults_at_many_operations(scenario: str, kinds: tuple[str, ...], stride: int) -> None:
+    top = Case(scenario, 2, 5).run().operations
+    value = {"slow": ":0.5", "fail": ":EIO", "lost": ":EIO"}
+    judged((f"{kind}:{rank}@{at}{value.get(kind, '')}" for kind in kinds for rank in (0, 1)
+            for at in range(rank + 2, top[rank], stride)), scenario, seed=5)
+
+
+def test_the_whole_machine_loses_its_power() -> None:
+    judged(f"power@{at}" for at in range(11, Case("local", 2, 3).run().total, 43))
 
 
 # -- the rules can fail --------------------------------------------------------------------------------------------------
