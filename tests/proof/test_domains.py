@@ -60,6 +60,25 @@ def test_S10_ranks_that_turn_out_to_share_a_disk_have_one_committer() -> None:
     well(simulation.restart())
 
 
+def test_S10_a_probe_is_durable_before_a_rank_says_that_it_is_there() -> None:
+    trace = Nodes(2, traced=True).job(saves(1)).trace
+    for rank in (0, 1):
+        mine = [line for line in trace if line.split()[1].startswith(f"1.{rank}/")]
+        synced = next(at for at, line in enumerate(mine) if " fsync_dir " in line and "/probe-" in line)
+        told = next(at for at, line in enumerate(mine) if " write " in line and "/probe-" in line)
+        told = next(at for at, line in enumerate(mine) if at > told and f"/report/{rank}" in line)
+        assert synced < told
+
+
+def test_S10_a_rank_that_cannot_look_for_probes_ends_the_start_on_all() -> None:
+    """An error is no proof that nobody else is on its disk: it must not become a second committer."""
+    nodes = Nodes(2, nodes=1)
+    fault = faults.fail(errno.EIO, op="scan", path=lambda path: "/probe-" in path, forever=True)
+    run = nodes.job(saves(1), file_faults={1: [fault]})
+    assert {type(error) for error in run.errors.values()} == {ConfigError} and len(run.errors) == 2
+    assert "rank 1 on host-0 cannot read it" in str(run.errors[0])
+
+
 class Late(Files):
     """One rank's view of a network disk, on which other ranks' probes show up ``seconds`` late."""
 
@@ -325,6 +344,22 @@ def test_S7_a_dead_share_goes_to_trash_without_its_marker() -> None:
     assert run.errors == {} and seen == [False]
 
 
+def test_S7_what_rank_0_prepared_is_taken_back_before_it_goes_to_trash() -> None:
+    nodes, seen = Nodes(2), list[bool]()
+
+    def look(operation: Any) -> None:
+        seen.append(any("/staging/" in path and path.endswith("/step-1/commit.json") for path in nodes.nodes[0].snapshot()))
+
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises(SaveError):
+            manager.save(1, State(bytes_of(rank, 1)))
+
+    run = nodes.job(program, file_faults={
+        0: [faults.call(look, op="rename", path=lambda path: re.search(r"/trash/1/[0-9a-f]{16}$", path) is not None)],
+        1: [faults.fail(errno.EIO, op="open", path=lambda path: path.endswith("/step-1/commit.json"))]})
+    assert run.errors == {} and seen == [False]
+
+
 def test_S7_a_dead_share_in_trash_has_no_marker_after_a_power_cut_either() -> None:
     """That it is gone is durable before the share moves: else the first job of a root could not start again."""
     def program(manager: Told, rank: int) -> None:
@@ -378,8 +413,25 @@ def test_S21_what_a_rank_writes_is_live_on_its_node_until_the_save_has_ended(ran
 
     run = nodes.job(program, file_faults={
         rank: [faults.call(look, op="fsync", path=lambda path: path.endswith(".bin")),
+               faults.call(look, op="rename", path=lambda path: path.endswith("/run/step-1")),
                faults.fail(errno.EIO, op="write", path=lambda path: "/step-2/data" in path)]})
-    assert run.errors == {} and seen and all(seen)
+    assert run.errors == {} and seen == [True, True]
+
+
+@pytest.mark.parametrize("make", [lambda: Nodes(2), lambda: Simulation(2)], ids=["several domains", "one"])
+def test_S21_an_attempt_whose_end_is_unknown_is_live_no_more(make: Callable[[], Simulation]) -> None:
+    """Else no begin of this process would ever sweep what it left."""
+    saving = list[int]()
+
+    def program(manager: Told, rank: int) -> None:
+        saving.append(rank)
+        with pytest.raises(SaveError) as caught:
+            manager.save(1, State(bytes_of(rank, 1)))
+        assert caught.value.outcome == "unknown"
+        assert rank != 0 or manager._start.owned is not None and manager._start.owned.live == set()
+
+    fault = faults.fail(errno.EIO, op="fsync_dir", path=lambda path: path == ROOT and bool(saving))
+    assert make().job(program, file_faults={0: [fault]}).errors == {}
 
 
 def test_S12_a_node_whose_sync_failed_rotates_nothing_until_its_restart() -> None:
@@ -400,6 +452,8 @@ def test_a_node_that_owes_its_share_is_unknown_rotates_nothing_and_is_settled_at
         with pytest.raises(SaveError) as caught:
             manager.save(2, State(bytes_of(rank, 2)))
         assert caught.value.outcome == "unknown" and "rank 1 on host-1" in str(caught.value)
+        mine = manager._start.owned or manager._start.share
+        assert mine is not None and mine.live == set(), "nobody works on it any more"
         assert not manager.save(2, State(bytes_of(rank, 2, "again: ")), on_exists="skip").skipped, "it is in doubt"
         manager.save(3, State(bytes_of(rank, 3)))
 
