@@ -31,7 +31,7 @@ _CALLS = _SYNCS | {
     "check", "_refuse_leased", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
     "freeze", "act", "cancel", "again", "lose",  # the gate
-    "refuse_shared", "_refuse_shared", "_require_alike", "_judge", "_check_fingerprint", "_accept", "record_rollback",  # the start
+    "_refuse", "refuse_shared", "_refuse_shared", "_require_alike", "_judge", "_check_fingerprint", "_accept", "record_rollback",
     "announce", "make_staging", "carry_out", "_publish", "_withdraw", "_finish",  # several domains
     "never_began", "unknown", "aborted", "discarded", "point_to", "put_beside", "remove_attempt", "sweep", "add",  # the committer
     "face_unreported", "requeue",  # the end
@@ -43,8 +43,8 @@ _OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open
 """Names too common to go by alone: only of these receivers."""
 _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq", "raised",
           "stopped", "_used"}
-_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|_VANISHED|certain|known|moved|bad|"
-                     r"unsure|unknown|traces|missing|_is_plain|_overlap|_RUNNING|manager|_closed|limit|attempt)\b")
+_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|_VANISHED|certain|"
+                     r"known|moved|bad|unsure|unknown|traces|missing|_is_plain|_overlap|_RUNNING|manager|_closed|limit|attempt)\b")
 
 
 @dataclass(frozen=True)
