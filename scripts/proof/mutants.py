@@ -46,8 +46,8 @@ _FLAKES = 4
 
 _OWN: dict[str, str] = {
     "saving/commit.py": "order commit recovery",
-    "saving/committer.py": "begin ranks/framework_files ranks/disagreement ranks/decision commit hooks",
-    "saving/transaction.py": "ranks/framework_files ranks/decision ranks/failures hooks",
+    "saving/committer.py": "begin commit hooks proof/domains_saves ranks/framework_files ranks/disagreement ranks/decision",
+    "saving/transaction.py": "hooks proof/domains_saves proof/stale_files ranks/framework_files ranks/decision ranks/failures",
     "saving/files.py": "rank_files payloads",
     "saving/finaliser.py": "ranks/background_failures hooks",
     "saving/saver.py": "ranks/decision ranks/failures hooks options",
