@@ -112,6 +112,12 @@ def test_S10_a_probe_that_shows_up_late_makes_no_second_committer(hidden: tuple[
     assert all(manager._start.domains is None for manager in run.managers.values())
 
 
+def test_an_error_that_made_no_difference_is_not_blamed_for_the_seconds_that_a_start_looks_for_probes() -> None:
+    """A seed: the reply of a ``mkdir`` is lost, the directory is there, and the job goes well."""
+    (run,) = judged(["lost:1@7:EIO"], world=3, seed=1581)
+    assert run.errors == {} and run.struck and 2.0 <= run.seconds < 3.0
+
+
 def test_shared_storage_that_is_not_there_is_named_by_host_and_ranks() -> None:
     run = Nodes(4, nodes=2, storage="shared").job(saves(1))
     assert {type(error) for error in run.errors.values()} == {ConfigError}
