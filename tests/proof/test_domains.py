@@ -280,6 +280,19 @@ def test_S7_a_job_killed_in_its_first_save_starts_fresh() -> None:
         well(nodes.restart())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_committer_that_waits_for_an_owner_it_cannot_judge_is_waited_for(rank: int) -> None:
+    """Seed 6335 of local-replacing-nfs: a power cut left the record of an owner torn, which is watched for 90 s. Rank 0 was given
+    up on after the deadline for coming, though it said all the while what it was at."""
+    nodes = Nodes(2)
+    well(nodes.job(saves(1)))
+    for name in ("json", "released"):
+        nodes.nodes[rank].unlink(LAYOUT.owner(1, name))
+    nodes.nodes[rank].append(LAYOUT.owner(1), b"{")
+    run = well(nodes.job(saves(2)))
+    assert run.errors == {} and run.seconds > 90
+
+
 # -- one node alone ------------------------------------------------------------------------------------------------------
 
 
