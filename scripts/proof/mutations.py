@@ -19,32 +19,30 @@ FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "sa
          "domains/retire.py", "durable.py",
          "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
          "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py",
-         "domains/probe.py", "domains/standing.py", "start.py", "resume.py", "patience.py", "adopt.py", "pace.py",
-         "launch/ending.py", "launch/signals.py", "payloads/standin.py", "payloads/memory.py", "payloads/scratch.py",
-         "payloads/framework.py", "integrations/lightning.py", "cli/export.py")
+         "domains/probe.py", "domains/standing.py", "patience.py", "pace.py", "launch/ending.py", "launch/signals.py",
+         "payloads/standin.py", "payloads/memory.py")
 
 _SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
 _CALLS = _SYNCS | {
     "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
     "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",
-    "unlink_if_there", "remove_tree", "replace", "rmdir_if_there",  # names
+    "unlink_if_there", "remove_tree",  # names
     "check", "_refuse_leased", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
     "freeze", "act", "cancel", "again", "lose",  # the gate
-    "_refuse", "refuse_shared", "_refuse_shared", "_require_alike", "_judge", "_check_fingerprint", "_accept", "record_rollback",
+    "_refuse", "_require_alike", "_judge", "rmdir_if_there",  # the start
     "announce", "make_staging", "carry_out", "_publish", "_withdraw", "_finish",  # several domains
-    "never_began", "unknown", "aborted", "discarded", "point_to", "put_beside", "remove_attempt", "sweep", "add",  # the committer
-    "face_unreported", "requeue",  # the end
-    "begin", "end", "seal", "take", "drop", "_drop", "flock", "callback"}  # what a framework wrote
+    "never_began", "unknown", "aborted", "discarded", "point_to", "put_beside", "remove_attempt", "sweep", "add",  # rank 0
+    "requeue", "callback", "begin", "end"}  # the end; what a framework wrote
 _OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "unlink": {"files"},
        "discard": {"live", "_parts"}, "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"},
-       "begin": {"memory", "_parts"}, "end": {"memory"}, "callback": {"undo"}, "add": {"live"}, "unknown": {"_committer"},
-       "aborted": {"_committer"}}
+       "begin": {"memory", "_parts"}, "end": {"memory"}, "callback": {"undo"}, "remove_attempt": {"owned"}, "sweep": {"owned"},
+       "add": {"live"}, "unknown": {"_committer"}, "aborted": {"_committer"}}
 """Names too common to go by alone: only of these receivers."""
 _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq", "raised",
           "stopped", "_used"}
-_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|_VANISHED|certain|"
-                     r"known|moved|bad|unsure|unknown|traces|missing|_is_plain|_overlap|_RUNNING|manager|_closed|limit|attempt)\b")
+_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|limit|not missing|"
+                     r"entry\.certain|_is_plain|_overlap|_RUNNING|manager)\b")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import torch
 import distckpt
 from distckpt.errors import SaveError, StepAlreadyExists
 from distckpt.layout import Layout
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import RankFiles
 from distckpt.testing import checker, faults
 from distckpt.testing.simulation import ROOT, Simulation, State, Told, tree_of
 from tests.inprocess import Job, same_error, staged, tree, write
@@ -88,3 +90,18 @@ def test_a_job_that_has_not_resumed_skips_what_the_one_before_has_saved_if_it_is
     again = simulation.job(lambda manager, rank: manager.save(1, State(b"y"), on_exists="skip").skipped)
     assert again.errors == {} and again.values == {0: not torn, 1: not torn}
     assert "step-1" in checker.standing(tree_of(simulation.files))
+
+
+class _WithTool(State):
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        super().write(files, ranks)
+        if ranks.rank == 0:
+            with files.writer("tool.py", exact=True) as out:
+                out.write(b"a tool")
+            files.beside("tool.py")
+
+
+def test_a_tool_is_copied_into_the_root_after_the_commit() -> None:
+    simulation = Simulation(2)
+    assert simulation.job(lambda manager, rank: manager.save(1, _WithTool(b"x")).skipped).errors == {}
+    assert simulation.files.read(f"{ROOT}/tool.py", 100) == b"a tool"
