@@ -99,9 +99,9 @@ class Call:
     def round(self, report: Report, decide: Decide, timeout: float, progress: bool = False) -> Report:
         """The verdict, the same on every rank; if it is an error, every rank raises that.
 
-        ``decide`` runs on rank 0 with the reports by rank. ``timeout``: seconds until a rank that does not come is
-        named in a RankTimeout on every rank that did, with ``progress`` counted from its last new bytes. Rounds are
-        numbered and not named, so that ranks in different calls meet and disagree at once.
+        ``decide`` runs on rank 0 with the reports by rank. ``timeout``: seconds until a rank that does not come is named in a
+        RankTimeout on every rank that did; with ``progress`` (not in the first round of a call) counted from its last new
+        bytes, rank 0's as well. Rounds are numbered and not named, so that ranks in different calls meet and disagree at once.
         """
         rounds = self.rounds
         self._turn += 1
@@ -111,7 +111,8 @@ class Call:
         rounds.client.claim(keys[rounds.rank], {**report, "op": self.op})
         if rounds.rank == 0:
             return self._lead(keys, verdict_key, decide, timeout, progress)
-        return self._follow(verdict_key, keys[0], timeout)
+        # With progress, rank 0 is known to be in this call, by the round before, and may be longer at its own part than others.
+        return self._follow(verdict_key, None if progress else keys[0], timeout)
 
     def refuse(self, error: DistckptError, timeout: float) -> NoReturn:
         """Answer the coming round with an error of this rank's own: every rank raises it, and nobody waits for this one."""
@@ -218,7 +219,7 @@ class Call:
 
     # -- the others ----------------------------------------------------------------------------------------------
 
-    def _follow(self, key: str, arrived: str, timeout: float) -> Report:
+    def _follow(self, key: str, arrived: str | None, timeout: float) -> Report:
         rounds = self.rounds
         if not self.await_rank0(key, timeout, arrived):
             beat = rounds.client.peek(beat_key(0))

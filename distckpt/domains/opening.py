@@ -43,8 +43,8 @@ class LocalStart(Start):
     def open(self, call: Call, options: dict[str, Any], arrive: float, visible: float) -> Naming:
         token = call.round({"root": self._layout.root, "options": options, **report_key()}, self._agree, arrive)["token"]
         group = self._group
-        domains = Probe(self._files, self._runtime, self._layout, group.rank, group.world, group.hosts, self._try_there,
-                        group.pulse.phase).find(call, token, arrive, visible)
+        domains = Probe(self._files, self._runtime, self._layout, group.rank, group.world, group.hosts, self._refuse_shared,
+                        self._try_there, group.pulse.phase).find(call, token, arrive, visible)
         if len(domains.all) == 1:
             return super().open(call, options, arrive, visible)
         self.domains = domains
@@ -85,7 +85,6 @@ class LocalStart(Start):
         if not domains.leads:
             return {}
         try:
-            self._refuse_shared()
             claimed = self._claimed = claim(self._files, self._layout, self._runtime, self._naming, self._run_id,
                                             self._group.pulse.phase)
             if claimed.owned is not None:
@@ -123,7 +122,6 @@ class LocalStart(Start):
             else:
                 self.share = owned
             owned.highest_seq = max(owned.highest_seq, verdict["seq"])
-            self._refuse_shared()
             entries = owned.entries()
             traces = [] if entries else selection.traces(self._files, self._layout, entries)
             rows = [[e.head.attempt, e.name, e.series, e.head.seq, e.step, e.head.part, e.head.of] for e in entries

@@ -24,13 +24,14 @@ _LOCAL = 2.0
 
 
 class Probe:
-    """Two rounds. ``try_storage(directory)`` says what a save could not do there, or None.
-    ``waiting`` says that this rank is still at it."""
+    """Two rounds. ``refuse`` raises ConfigError where the root must not be used, ``try_storage(directory)`` says what a save
+    could not do there, or None. ``waiting`` says that this rank is still at it."""
 
     def __init__(self, files: Files, runtime: Runtime, layout: Layout, rank: int, world: int, hosts: dict[int, str],
-                 try_storage: Callable[[str], str | None], waiting: Callable[[str], None]) -> None:
+                 refuse: Callable[[], None], try_storage: Callable[[str], str | None], waiting: Callable[[str], None]) -> None:
         self._files, self._runtime, self._layout = files, runtime, layout
-        self._rank, self._world, self._hosts, self._try, self._waiting = rank, world, hosts, try_storage, waiting
+        self._rank, self._world, self._hosts = rank, world, hosts
+        self._refuse, self._try, self._waiting = refuse, try_storage, waiting
 
     def find(self, call: Call, token: str, arrive: float, visible: float) -> Domains:
         """The domains, alike on every rank; ConfigError when some rank's root cannot be used. Collective."""
@@ -39,11 +40,15 @@ class Probe:
         try:
             problem: str | None = None
             try:
+                self._refuse()  # before anything is made in it
                 make_root(self._files, self._layout, self._runtime)
+                self._refuse()  # it may have been made just now, with a umask that lets everybody in
                 make_dir(self._files, place)
                 write_new(self._files, mine, b"distckpt")
                 self._files.fsync_dir(place)
-            except (OSError, ConfigError) as error:
+            except ConfigError as error:
+                problem = f"finds that {error}"
+            except OSError as error:
                 problem = f"cannot write there: {error}"
             call.round({"problem": problem}, self._judge, arrive)
             seen, problem = self._look(place, visible)

@@ -171,9 +171,7 @@ class Committer:
         return None, bool(standing)
 
     def _on_line(self, entry: Entry) -> bool:
-        if not self.lineage.known:
-            return True
-        try:
+        try:  # a torn marker satisfies no skip, nor does it stop a save
             return self.lineage.holds(catalog.read_marker(self.owned.files, self.owned.layout.final(entry.name)))
         except MarkerError:
             return False

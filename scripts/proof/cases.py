@@ -16,7 +16,8 @@ from scripts.proof.scenarios import SCENARIOS, UNKNOWN, noticed
 
 VALUES = {"kill": [""], "power": [""], "stop": ["", "45"], "slow": ["0.5"], "fail": ["EIO", "ENOSPC"], "lost": ["EIO"]}
 _SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving",
-           "two", "uneven")
+           "two", "uneven", "local", "local-3", "local-background", "local-replacing", "local-replacing-nfs", "local-framework",
+           "local-leaving")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Tally:
         result = self.result
         result.runs += 1
         result.states += 1
-        if SCENARIOS[case.scenario].prompt and not case.apart:
+        if SCENARIOS[case.scenario].prompt and SCENARIOS[case.scenario].nodes == 1 and not case.apart:
             strikes = [Strike.parse(fault) for fault in case.faults]
             if all(strike.kind in ("kill", "fail", "lost") and strike.at > UNKNOWN for strike in strikes):
                 result.slowest = max(result.slowest, noticed(run, strikes) or 0.0)
@@ -114,14 +115,17 @@ def seeded(number: int) -> Case:
     """The ``number``-th random case: scenario, ranks, schedule and up to two faults."""
     draw = random.Random(number)
     scenario, world = draw.choice(_SEEDED), draw.choice((2, 2, 2, 3))
+    nodes = SCENARIOS[scenario].nodes
+    world = max(world, nodes)
+    committers = {node * world // nodes + bool(node * world % nodes) for node in range(nodes)}
     faults = []
     for _ in range(draw.choice((0, 1, 1, 1, 2))):
-        kind = draw.choice(tuple(VALUES))
+        kind = draw.choice((*VALUES, "node") if nodes > 1 else tuple(VALUES))
         rank = draw.randrange(world)
-        top = 480 if kind == "power" else 420 if rank == 0 else 95
-        value = draw.choice(VALUES[kind])
+        value = draw.choice(VALUES.get(kind, [""]))
+        top = (420 if rank in committers else 95) if kind != "power" else 480 if nodes == 1 else 950
         faults.append(str(Strike(kind, rank, draw.randrange(1, top), value)))
-    return Case(scenario, world, number, tuple(faults), apart=draw.random() < 0.25)
+    return Case(scenario, world, number, tuple(faults), apart=nodes == 1 and draw.random() < 0.25)
 
 
 def delayed(tally: Tally, scenario: str, world: int, bound: int, left: Budget, stride: int = 1, offset: int = 0) -> int:

@@ -19,7 +19,9 @@ FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "sa
          "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
          "domains/retire.py", "durable.py",
          "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
-         "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py")
+         "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py",
+         "domains/probe.py", "domains/standing.py", "patience.py", "pace.py", "launch/ending.py", "launch/signals.py",
+         "payloads/standin.py", "payloads/memory.py")
 
 _SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
 _CALLS = _SYNCS | {
@@ -28,12 +30,20 @@ _CALLS = _SYNCS | {
     "unlink_if_there", "remove_tree",  # names
     "check", "_refuse_leased", "hold", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
-    "freeze", "act", "cancel", "again", "lose"}  # the gate
+    "freeze", "act", "cancel", "again", "lose",  # the gate
+    "_refuse", "_require_alike", "_judge", "rmdir_if_there",  # the start
+    "announce", "make_staging", "carry_out", "_publish", "_withdraw", "_finish",  # several domains
+    "never_began", "unknown", "aborted", "discarded", "point_to", "put_beside", "remove_attempt", "sweep", "add",  # rank 0
+    "requeue", "callback", "begin", "end"}  # the end; what a framework wrote
 _OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "unlink": {"files"},
-       "discard": set(), "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"}}
+       "discard": {"live", "_parts"}, "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"},
+       "begin": {"memory", "_parts"}, "end": {"memory"}, "callback": {"undo"}, "remove_attempt": {"owned"}, "sweep": {"owned"},
+       "add": {"live"}, "unknown": {"_committer"}, "aborted": {"_committer"}}
 """Names too common to go by alone: only of these receivers."""
-_MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq"}
-_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner)\b")
+_MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq", "raised",
+          "stopped", "_used"}
+_CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|limit|not missing|"
+                     r"entry\.certain|_is_plain|_overlap|_RUNNING|manager)\b")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class Scenario:
         """What is wrong with ``run`` beyond what the checker knows."""
         wrong = self.rule(run) if not any(fault.startswith(("kill", "power", "stop", "node")) for fault in faults) else []
         if self.prompt:
-            wrong += _late(run, [Strike.parse(fault) for fault in faults], apart or self.nodes > 1, self.raises)
+            looks = QUICK.visible if self.nodes > 1 else 0.0  # for the probes of ranks that may be on one disk, at the start
+            wrong += _late(run, [Strike.parse(fault) for fault in faults], apart or self.nodes > 1, self.raises, looks)
         if not faults and not self.raises:
             wrong += [f"I8: nothing was wrong, and rank {rank} raised {type(error).__name__}: {str(error)[:300]}"
                       for rank, error in run.errors.items()]
@@ -199,18 +200,18 @@ def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
     return max((run.told.get(rank, run.seconds) - begun for rank in run.operations if rank not in gone), default=0.0)
 
 
-def _late(run: Run, strikes: Sequence[Strike], apart: bool, leaves: bool = False) -> list[str]:
+def _late(run: Run, strikes: Sequence[Strike], apart: bool, leaves: bool = False, looks: float = 0.0) -> list[str]:
     """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts. Rank 0 waits
     for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only at
     its deadline, after which ``close`` has one more: first for the save in flight, then for its own round. A rank that
-    ``leaves`` by an exception of its program is missed as a killed one is."""
+    ``leaves`` by an exception of its program is missed as a killed one is. ``looks``: what a start takes at best."""
     seconds = noticed(run, strikes)
     if seconds is None or len(strikes) != 1:
         return []
     strike = strikes[0]
-    allowed = _AT_ONCE
+    allowed = _AT_ONCE + looks
     if strike.kind == "stop" or (strike.kind == "kill" and strike.at <= UNKNOWN) or (apart and (strike.kind == "kill" or leaves)):
-        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _ASKING
+        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _ASKING + looks
     return [f"I6: {strike} was noticed after {seconds:.2f} s, not {allowed:g} s"] if seconds > allowed else []
 
 

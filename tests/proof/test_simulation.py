@@ -26,7 +26,7 @@ from distckpt.testing.simjob import Moment
 from distckpt.testing.simulation import QUICK, Run, Simulation, State, Strike, Told, _one_step, _to_be_told
 from scripts.proof.l0 import Case, Tally, delayed, seeded, sweep
 from scripts.proof.layer import Budget
-from scripts.proof.scenarios import _late, noticed
+from scripts.proof.scenarios import SCENARIOS, _late, noticed
 
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REPLAY = "world=2 scenario=background seed=17 fault=kill:1@40"
@@ -56,6 +56,18 @@ def test_a_line_names_a_case() -> None:
     assert str(Case.parse(line)) == line
     with pytest.raises(ValueError, match="scenario"):
         Case.parse("scenario=none")
+
+
+def test_seeds_draw_every_scenario_of_several_nodes_and_strike_each_of_their_committers() -> None:
+    drawn = [seeded(number) for number in range(2000)]
+    assert {case.scenario for case in drawn} >= {name for name, scenario in SCENARIOS.items() if scenario.nodes > 1}
+    for case in drawn:
+        nodes = SCENARIOS[case.scenario].nodes
+        assert case.world >= nodes and not (case.apart and nodes > 1)
+        assert nodes > 1 or not any(fault.startswith("node") for fault in case.faults)
+    late = {Strike.parse(fault).rank for case in drawn if case.scenario == "local-3" for fault in case.faults
+            if fault.startswith(("kill", "node")) and Strike.parse(fault).at > 200}
+    assert late == {0, 1, 2}, "each of them commits"
 
 
 def test_ten_minutes_take_no_time() -> None:

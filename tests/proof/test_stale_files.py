@@ -360,3 +360,19 @@ def test_ESTALE_for_good_is_no_proof_that_anything_is_gone() -> None:
     assert {type(error) for error in run.errors.values()} == {ResumeError}
     assert all("rank 1" in str(e) and "cannot tell whether step-1 is whole: data.rank-00001-of-00002.bin" in str(e)
                and "Stale file handle on host-1, and that for 120 s" in str(e) for e in run.errors.values()), run.errors
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["nonce", "staging"])
+def test_an_error_that_cannot_pass_is_told_at_once_and_as_what_it_is(saving: bool) -> None:
+    armed = [not saving]
+
+    def program(manager: Told, rank: int) -> None:
+        armed[0] = True
+        manager.save(1, State(bytes_of(rank, 1)))
+
+    fault = faults.fail(errno.EIO, op="scan", path=lambda path: armed[0] and "/staging/1" in path, forever=True)
+    run = Hosts().job(program, file_faults={1: [fault]})
+    assert {type(error) for error in run.errors.values()} == {SaveError if saving else ConfigError} and run.seconds < LATE / 2
+    for error in run.errors.values():
+        assert "Input/output error" in str(error) and "rank 1" in str(error) and "not visible" not in str(error)
+        assert saving or "cannot read it" in str(error)

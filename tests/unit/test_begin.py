@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
 import torch
 
 import distckpt
 from distckpt.errors import SaveError, StepAlreadyExists
+from distckpt.layout import Layout
+from distckpt.payloads.base import Ranks
+from distckpt.saving.files import RankFiles
+from distckpt.testing import checker, faults
+from distckpt.testing.simulation import ROOT, Simulation, State, Told, tree_of
 from tests.inprocess import Job, same_error, staged, tree, write
 
 STATE = {"w": torch.arange(8.0)}
@@ -42,3 +49,59 @@ def test_a_replace_of_what_is_leased_is_refused_before_anybody_writes(tmp_path: 
             assert "in use" in str(error) and "read" in str(error)
     assert wrote == [] and staged(tmp_path / "root") == []
     job.finish()
+
+
+def test_what_cannot_be_read_under_the_name_of_the_step_is_the_disks_fault_and_nothing_is_moved_away() -> None:
+    armed = list[int]()
+
+    def program(manager: Told, rank: int) -> None:
+        manager.save(1, State(b"first"))
+        armed.append(rank)
+        with pytest.raises(SaveError, match="cannot tell what stands under the name of step 1") as caught:
+            manager.save(1, State(b"again"), on_exists="replace")
+        assert type(caught.value) is SaveError and "Input/output error" in str(caught.value)
+
+    marker = f"{ROOT}/step-1/commit.json"
+    fault = faults.fail(errno.EIO, op="read", path=lambda path: bool(armed) and path == marker, forever=True)
+    simulation = Simulation(2)
+    assert simulation.job(program, file_faults={0: [fault]}).errors == {}
+    assert "step-1" in checker.standing(tree_of(simulation.files))
+
+
+def test_a_staging_directory_that_could_not_be_made_leaves_nothing() -> None:
+    simulation, left = Simulation(2), list[list[str]]()
+
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises(SaveError):
+            manager.save(1, State(b"x"))
+        left.append([i.name for i in simulation.files.scan(Layout.at(ROOT).staging(1)) if i.kind == "dir"])
+
+    fault = faults.fail(errno.EIO, op="mkdir", path=lambda path: path.endswith("/step-1"))
+    assert simulation.job(program, file_faults={0: [fault]}).errors == {} and left == [[], []]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_job_that_has_not_resumed_skips_what_the_one_before_has_saved_if_it_is_whole(torn: bool) -> None:
+    simulation = Simulation(2)
+    assert simulation.job(lambda manager, rank: manager.save(1, State(b"x")).skipped).values == {0: False, 1: False}
+    if torn:
+        marker = f"{ROOT}/step-1/commit.json"
+        simulation.files.overwrite(marker, simulation.files.read(marker, 1 << 20)[:-9] + b"xxxxxxx\"}")
+    again = simulation.job(lambda manager, rank: manager.save(1, State(b"y"), on_exists="skip").skipped)
+    assert again.errors == {} and again.values == {0: not torn, 1: not torn}
+    assert "step-1" in checker.standing(tree_of(simulation.files))
+
+
+class _WithTool(State):
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        super().write(files, ranks)
+        if ranks.rank == 0:
+            with files.writer("tool.py", exact=True) as out:
+                out.write(b"a tool")
+            files.beside("tool.py")
+
+
+def test_a_tool_is_copied_into_the_root_after_the_commit() -> None:
+    simulation = Simulation(2)
+    assert simulation.job(lambda manager, rank: manager.save(1, _WithTool(b"x")).skipped).errors == {}
+    assert simulation.files.read(f"{ROOT}/tool.py", 100) == b"a tool"

@@ -14,11 +14,13 @@ from distckpt import catalog, leases, ownership
 from distckpt.durable import REAL, Files
 from distckpt.errors import RootInUse
 from distckpt.layout import Layout, Naming
+from distckpt.marker import FileEntry
 from distckpt.ordered import make_dir
 from distckpt.patience import PASSING, Patience
 from distckpt.reader import Root
 from distckpt.removal import remove_tree
 from distckpt.rootdir import make_root
+from distckpt.saving.compare import compare
 from distckpt.testing import faults, stalefs
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.stalefs import Server
@@ -107,6 +109,17 @@ def test_a_root_that_is_reached_through_a_link_is_on_the_file_system_that_the_li
     assert [REAL.is_network(f"{tmp_path}{name}") for name in ("/near/run", "/far off", "")] == [True, True, False]
     mount = REAL.mount(f"{tmp_path}/near/run")
     assert mount is not None and (mount.kind, mount.options) == ("lustre", "rw,relatime,flock")
+
+
+def test_an_error_that_cannot_pass_ends_the_comparison_at_once_and_is_no_ranks_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    runtime = VirtualRuntime()
+    files = faults.FaultyFiles(REAL, faults.fail(errno.EIO, op="stat", path="a.bin", forever=True))
+    acked, hosts = {0: [], 1: [FileEntry("a.bin", 3, None, 1)]}, {0: "here", 1: "there"}
+    with pytest.raises(OSError) as caught:
+        compare(files, str(tmp_path), acked, hosts, Patience(runtime, 60.0))
+    assert caught.value.errno == errno.EIO and runtime.slept == 0
+    assert compare(REAL, str(tmp_path), acked, hosts, Patience(runtime, 60.0)) == ([], None)
 
 
 def test_a_record_that_is_remembered_as_absent_is_no_new_run(tmp_path: Path) -> None:
