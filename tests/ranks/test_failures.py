@@ -187,7 +187,8 @@ def _all_scenarios(rank: int, world: int, root: str) -> list[dict[str, Any]]:
     found = []
     with distckpt.CheckpointManager(root, seams=Seams(files=files), keep_last=3) as manager:
         manager.save(1, {"w": torch.full((100,), float(rank))})
-        dist.barrier()  # rank 0 moves ``latest`` after the others were told
+        manager.wait()  # rank 0 moves ``latest`` after all were told
+        dist.barrier()
         before = tree(root)
         for name in EXPECTED:
             for bad in {0, world - 1}:
