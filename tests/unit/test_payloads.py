@@ -499,6 +499,7 @@ def test_B89_a_dcp_writer_that_dropped_results_and_reports_success_is_caught(man
 
     model, optimizer = trained()
     manager.save(1, DCP(model, optimizer))
+    manager.wait()
     before = tree(root)
     monkeypatch.setattr(FileSystemWriter, "write_data", forgetful)
     with pytest.raises(SaveError, match="DCP reported success without writing 1 of") as caught:

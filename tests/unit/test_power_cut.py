@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -282,9 +283,9 @@ def test_mutant_a_marker_before_the_directories_turns_the_check_red(monkeypatch:
 
 def test_mutant_rotation_before_publishing_turns_the_check_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """P3: old checkpoints go only after a newer one is committed and its name is durable."""
-    def early(one: OwnedRoot, found: Marker, *, replace: bool) -> commit.Outcome:
+    def early(one: OwnedRoot, found: Marker, **how: Any) -> commit.Outcome:
         one.rotate("main", KeepLast(1), Context({}, {}))
-        return commit.commit(one, found, replace=replace)
+        return commit.commit(one, found, **how)
 
     monkeypatch.setattr(committer, "commit", early)
     assert "are gone" in _red()
