@@ -50,7 +50,7 @@ _OWN: dict[str, str] = {
     "saving/transaction.py": "hooks proof/domains_saves proof/stale_files ranks/framework_files ranks/decision ranks/failures",
     "saving/files.py": "rank_files payloads",
     "saving/finaliser.py": "ranks/background_failures hooks",
-    "saving/saver.py": "ranks/decision ranks/failures hooks options",
+    "saving/saver.py": "begin ranks/decision ranks/failures hooks options",
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",
