@@ -51,7 +51,7 @@ _OWN: dict[str, str] = {
     "saving/files.py": "rank_files links payloads",
     "saving/links.py": "links proof/links",
     "saving/finaliser.py": "ranks/background_failures hooks",
-    "saving/saver.py": "ranks/decision ranks/failures hooks options",
+    "saving/saver.py": "begin ranks/decision ranks/failures hooks options",
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",

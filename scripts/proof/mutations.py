@@ -93,6 +93,8 @@ PICKED = (
     Picked("saving/transaction.py", "return self._client.claim(self._decision, {decision: True}).get(decision) is True",
            "return True"),
     Picked("saving/transaction.py", "progress=True, abort=self._decision)", "progress=True)"),
+    Picked("domains/parts.py", "self._drop(item.name)", "pass"),
+    Picked("domains/parts.py", "self._drop(self._go.attempt)", "pass"),
     Picked("ownership.py", "generation = top + 1", "generation = max(top, 1)"),
     Picked("recovery.py", "key=lambda c: c[0]", "key=lambda c: -c[0]"),
     Picked("coordination/gate.py", "for answer in answers.values()) + 1", "for answer in answers.values())"),

@@ -6,6 +6,7 @@ How it starts, what can be used and the kills of S1 are in ``test_domains``.
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,13 @@ LAYOUT = Layout.at(ROOT)
 
 
 # -- one decision ------------------------------------------------------------------------------------------------------
+
+
+def noted(simulation: Simulation) -> list[str]:
+    """What became of the attempts of the first step, as rank 0 has noted it for people."""
+    disk = simulation.nodes[0] if isinstance(simulation, Nodes) else simulation.files
+    events = [json.loads(line) for line in disk.read(f"{LAYOUT.home('journal')}/1.jsonl", 1 << 20).splitlines()]
+    return [event["event"] for event in events if event["event"] in ("committed", "aborted", "unknown") and event["step"] == 1]
 
 
 def test_a_directory_that_one_node_cannot_make_ends_the_attempt_for_all_at_once() -> None:
@@ -84,6 +92,7 @@ def test_a_rank_0_that_goes_on_after_a_fault_nobody_thought_of_keeps_no_committe
     def program(manager: Told, rank: int) -> None:
         with pytest.raises((KeyError, SaveError)):
             manager.save(1, State(bytes_of(rank, 1)))
+        assert rank != 0 or noted(nodes) == ["unknown"]
         manager.save(2, State(bytes_of(rank, 2)))
 
     run = nodes.job(program)
@@ -201,7 +210,9 @@ def test_S21_an_attempt_whose_end_is_unknown_is_live_no_more(make: Callable[[], 
         assert rank != 0 or manager._start.owned is not None and manager._start.owned.live == set()
 
     fault = faults.fail(errno.EIO, op="fsync_dir", path=lambda path: path == ROOT and bool(saving))
-    assert make().job(program, file_faults={0: [fault]}).errors == {}
+    simulation = make()
+    assert simulation.job(program, file_faults={0: [fault]}).errors == {}
+    assert noted(simulation) == ["unknown"]
 
 
 def test_S12_a_node_whose_sync_failed_rotates_nothing_until_its_restart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,18 @@ def test_a_tool_is_copied_into_the_root_after_the_commit() -> None:
     simulation = Simulation(2)
     assert simulation.job(lambda manager, rank: manager.save(1, _WithTool(b"x")).skipped).errors == {}
     assert simulation.files.read(f"{ROOT}/tool.py", 100) == b"a tool"
+
+
+def test_what_rank_0_itself_cannot_save_is_noted_as_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path / "root")
+    same_error(job.run(lambda m: m.save(1, _Bad(STATE) if m.rank == 0 else STATE)), SaveError)
+    journal = (tmp_path / "root" / ".distckpt" / "journal" / "1.jsonl").read_text()
+    assert [event["step"] for event in map(json.loads, journal.splitlines()) if event["event"] == "refused"] == [1]
+
+
+def test_S11_a_root_whose_last_commit_cannot_be_read_is_not_written_to_and_gives_its_number_to_nobody() -> None:
+    simulation = Simulation(2)
+    assert simulation.job(lambda manager, rank: manager.save(1, State(b"x")).skipped).errors == {}
+    fault = faults.fail(errno.EIO, op="read", path=lambda path: path == f"{ROOT}/step-1/commit.json", forever=True)
+    run = simulation.job(lambda manager, rank: manager.save(2, State(b"y")).skipped, file_faults={0: [fault]})
+    assert len(run.errors) == 2 and all("cannot tell its place in the order of commits" in str(e) for e in run.errors.values())

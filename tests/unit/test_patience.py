@@ -276,3 +276,12 @@ def test_two_that_claim_at_once_on_hosts_that_do_not_see_each_other_s_record_do_
     files = Blind(REAL)
     owned = open_owned(files, here, root=layout.root)
     assert owned.generation == 2 and len(files.reads) < 2000 and 60 < here.slept < 100
+
+
+def test_a_directory_that_cannot_be_looked_at_is_an_error_at_once(tmp_path: Path) -> None:
+    runtime = VirtualRuntime()
+    files = faults.FaultyFiles(REAL, faults.fail(errno.EIO, op="stat", path="there", forever=True))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(OSError) as caught:
+        make_dir(files, str(tmp_path / "there"), Patience(runtime, 60.0))
+    assert caught.value.errno == errno.EIO and runtime.slept == 0

@@ -282,6 +282,15 @@ def test_S11_a_newer_commit_counts_even_where_its_body_is_torn(disk: CrashFiles)
     assert "step-10" not in names(disk, ROOT)
 
 
+def test_S11_nothing_is_rolled_over_a_commit_that_cannot_be_read(disk: CrashFiles) -> None:
+    make_checkpoint(disk, 20, 5)
+    stage_attempt(disk, 10, 4)
+    marker = LAYOUT.final("step-20") + "/commit.json"
+    with pytest.raises(OSError, match="cannot tell"):
+        reopen(FaultyFiles(disk, fail(errno.EIO, op="read", path=lambda path: path == marker, forever=True)))
+    assert "step-10" not in names(disk, ROOT)
+
+
 @pytest.mark.parametrize("where", ["root", "staging", "staged torn tree", "trash", "trash attempt", "rollback", "foreign copy"])
 def test_S11_a_seq_that_was_ever_used_is_never_given_again(disk: CrashFiles, where: str) -> None:
     if where == "root":
