@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.benchmarks import (
     background,
     coordination,
-    core,
+    digest,
     frameworks,
     link,
     memory,
@@ -33,7 +33,7 @@ from scripts.benchmarks.report import SLACK, Row, missed, table
 GROUPS: dict[str, Callable[..., Iterator[Row]]] = {
     "save": save.run,
     "background": background.run,
-    "core": core.run,
+    "digest": digest.run,
     "coordination": coordination.run,
     "reading": reading.run,
     "rotation": rotation.run,
@@ -60,7 +60,7 @@ examples:
   scripts/bench save                             one group, full size
   scripts/bench background --only overlap        one scenario of it
   scripts/bench --check --json rows.json --charts charts
-  scripts/bench save core --loop ext4 8G         on a journaled ext4 in a file, as root
+  scripts/bench save small --loop ext4 8G         on a journaled ext4 in a file, as root
 """
 
 

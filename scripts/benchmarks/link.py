@@ -38,12 +38,13 @@ def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
         found = ranks(_rank, str(folder), size, 2 if quick else 9)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    yield row(f"linked save, {shown} / dcp.save + fsync", found, "linked", "dcp", 0, 0.25)
+    yield row(f"linked save, {shown} / dcp.save + fsync", found, "linked", "dcp", 0, 0.25, case=11)
     yield row("the same / a full save of ours", found, "linked", "full")
-    yield row("linked save of a DCP payload / dcp.save + fsync", found, "linked dcp", "dcp", 0, 0.5)
+    yield row("linked save of a DCP payload / dcp.save + fsync", found, "linked dcp", "dcp", 0, 0.5, case=11)
     yield row("a save with dedup in which all has changed / without", found, "all changed", "full")
     for name in ("linked", "linked dcp"):
-        yield Row(f"disk growth / bytes changed, {name} (GB, not seconds)", column(found, name, 1), column(found, name, 2), 1.1)
+        yield Row(f"disk growth / bytes changed, {name}", [n * 1e9 for n in column(found, name, 1)],
+                  [n * 1e9 for n in column(found, name, 2)], 1.1, case=11, unit="B")
 
 
 def _rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:

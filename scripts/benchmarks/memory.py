@@ -1,4 +1,4 @@
-"""Memory over the state: saves, loads, background saves, fifty in a row: row 13 of the issue. In megabytes, not in seconds."""
+"""Memory over the state: saves, loads, background saves, fifty in a row: row 13 of the issue. In bytes."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _measure(rank: int, world: int, place: str, size: int, many: int) -> dict[st
     dcp.load(small, checkpoint_id=f"{place}/warm")
     found["dcp.save"] = _peak(lambda: dcp.save(state, checkpoint_id=f"{place}/dcp"))
     found["dcp.load"] = _peak(lambda: dcp.load(state, checkpoint_id=f"{place}/dcp"))
-    return {name: value / 1e6 for name, value in found.items()}
+    return found
 
 
 def _memory(place: Path, quick: bool) -> Iterator[Row]:
     size, many = (64 << 20, 10) if quick else (512 << 20, 50)
     found = values(run_ranks(1, _measure, str(place), size, many, timeout=900))[0]
-    state = f"MB over a state of {size / 1e6:.0f} MB"
-    yield Row(f"save, {state} / dcp.save", [found["save"]], [found["dcp.save"]], note="in MB, not seconds; limit: 16")
-    yield Row(f"verified load, {state} / dcp.load", [found["load"]], [found["dcp.load"]], note="in MB, not seconds; limit: 16")
-    yield Row("background save, memory over the state / state", [found["background"]], [size / 1e6], 1.02, "in MB, not seconds")
-    yield Row(f"{many} more background saves", [found["growth"]], [], note="in MB, not seconds; limit: none to speak of")
+    over = f"over a state of {size / 1e6:.0f} MB"
+    for name, peer, shown in (("save", "dcp.save", "save"), ("load", "dcp.load", "verified load")):
+        yield Row(f"{shown}, memory {over} / {peer}", [found[name]], [found[peer]], case=13, limit=16e6, unit="B")
+    yield Row("background save, memory over the state / state", [found["background"]], [float(size)], 1.02, case=13, unit="B")
+    yield Row(f"growth over {many} more background saves", [found["growth"]], [], case=13, limit=16e6, unit="B")

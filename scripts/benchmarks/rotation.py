@@ -90,9 +90,8 @@ def _caller(place: Path, name: str, count: int, size: int, turns: int) -> Iterat
                 job()
                 if job is rotating:
                     whole.append(time.perf_counter() - begun - rotates[-1])
-    most = f"at most {max(part[1:]) * 1e3:.2f} ms; may be 1 ms"
-    yield Row(f"rotation of {name}: the caller's part / until deleted", part[1:], whole[1:], note=most)
-    yield Row(f"a small save that rotates {name} / that rotates nothing", rotates[1:], rests[1:])
+    yield Row(f"rotation of {name}: the caller's part / until deleted", part[1:], whole[1:], case=10, limit=1e-3)
+    yield Row(f"a small save that rotates {name} / that rotates nothing", rotates[1:], rests[1:], case=10)
 
 
 def _steps(place: Path, name: str, count: int, size: int, turns: int) -> Iterator[Row]:
@@ -121,7 +120,7 @@ def _steps(place: Path, name: str, count: int, size: int, turns: int) -> Iterato
             beside.append(worst)
             _at_rest(manager)
             rest.append(longest(lambda: False, made)[0])
-    yield Row(f"longest step beside the rotation of {name} / at rest", beside[1:], rest[1:], note="equally many steps")
+    yield Row(f"longest step beside the rotation of {name} / at rest", beside[1:], rest[1:], note="equally many steps", case=10)
 
 
 def _deletion(place: Path, name: str, count: int, size: int, turns: int) -> Iterator[Row]:
@@ -144,4 +143,4 @@ def _deletion(place: Path, name: str, count: int, size: int, turns: int) -> Iter
         for turn in range(turns + 1):
             for job in (janitor, rmtree) if turn % 2 else (rmtree, janitor):
                 job()
-    yield Row(f"deletion of {name} in the background / shutil.rmtree", ours[1:], theirs[1:], target=1 / 1.6)
+    yield Row(f"deletion of {name} in the background / shutil.rmtree", ours[1:], theirs[1:], target=1 / 1.6, case=10)

@@ -37,7 +37,7 @@ def _tensors(place: Path, quick: bool) -> Iterator[Row]:
                 else:
                     manager.save(turn, distckpt.Shards(state))
                     ours.append(time.perf_counter() - begun)
-    yield Row(f"{count} tensors of 4 KB, durable: Shards / dcp.save", ours[1:], theirs[1:], 1 / 10, f"{turns} rounds")
+    yield Row(f"{count} tensors of 4 KB, durable: Shards / dcp.save", ours[1:], theirs[1:], 1 / 10, f"{turns} rounds", case=12)
 
 
 def _write(path: str, data: bytes, sync: bool = False) -> None:
@@ -71,4 +71,4 @@ def _files(place: Path, quick: bool) -> Iterator[Row]:
                     assert manager._owned is not None
                     manager._owned.janitor.wait(60)
     yield Row(f"{count} files of 4 KB, durable: saving() / a loop that syncs each", ours[1:], theirs[1:], 1 / 8,
-              f"{turns} rounds; ours are digested and committed; a journaled file system shows the difference")
+              f"{turns} rounds; ours are digested and committed; a journaled file system shows the difference", case=12)

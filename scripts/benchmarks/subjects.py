@@ -78,9 +78,9 @@ class Saver:
 
     def background(self, turn: int) -> Times:
         begun, cpu = time.perf_counter(), time.thread_time()
-        stall, _ = self.begin(background=True)
+        stall, handle = self.begin(background=True)
         cpu = time.thread_time() - cpu
-        self.manager.wait()
+        handle.result()
         durable = time.perf_counter() - begun
         self.end()
         return stall, durable, cpu
@@ -88,13 +88,13 @@ class Saver:
     def overlap(self, between: Callable[[], Any], turn: int) -> Times:
         """The seconds in ``save`` and those until the copy is done that is left after ``between``."""
         begun, cpu = time.perf_counter(), time.thread_time()
-        called, _ = self.begin(background=True, staging="overlap")
+        called, handle = self.begin(background=True, staging="overlap")
         cpu = time.thread_time() - cpu
         between()
         fenced, cpu = time.perf_counter(), cpu - time.thread_time()
         self.manager.staged()
         fence, cpu = time.perf_counter() - fenced, cpu + time.thread_time()
-        self.manager.wait()
+        handle.result()
         durable = time.perf_counter() - begun
         self.end()
         return called + fence, durable, cpu
