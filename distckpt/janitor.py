@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
 
 from distckpt.durable import GONE, TAKEN, Files
 from distckpt.errors import MarkerError
@@ -107,7 +106,7 @@ class Janitor:
                 self._files.fsync_dir(self._layout.root)
                 self._files.fsync_dir(os.path.dirname(path))
                 return
-            discard(self._files, self._layout.root, path, MARKER, partial(self._runtime.thread, "deleting"))
+            discard(self._files, self._layout.root, path, MARKER, self._runtime)
             if head is not None:
                 self._watch.forget(head.attempt)
         except OSError as error:

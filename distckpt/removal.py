@@ -10,40 +10,34 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 from distckpt.beneath import DEPTH
 from distckpt.durable import Files, Folder, Item
-from distckpt.runtime import Thread
+from distckpt.runtime import Runtime
+from distckpt.together import together
 
 _NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 _VANISHED = (errno.ENOENT, errno.ESTALE)
 """Somebody else removed it. Should the mount itself be stale, ``rmdir`` of what holds it says so."""
 
-_HELPERS = 7
-_MANY = 8
-_SHARES = 64
-
-Job = Callable[[], None]
-Spawn = Callable[[Job], Thread]
-"""Starts a thread. A file system frees the space of several files at once, but each call waits until its own is free."""
+_THREADS = 8
+"""A file system frees the space of several files at once, but each call waits until its own is free."""
 
 
-def remove_tree(files: Files, root: str, path: str, spawn: Spawn | None = None) -> None:
+def remove_tree(files: Files, root: str, path: str, runtime: Runtime | None = None) -> None:
     """Remove ``path``, which stands somewhere below ``root``; links are removed and never followed. What vanished meanwhile is
     no error. EXDEV at a directory on which something is mounted: what is mounted there stays, and so does the way to it.
-    With ``spawn`` threads help where there is much to remove."""
+    With ``runtime`` its threads help where there is much to remove."""
     parent, name = os.path.split(os.path.relpath(path, root))
     try:
         with files.folder(root, parent) as folder:
-            _remove(folder, name, 0, spawn)
+            _remove(folder, name, 0, runtime)
     except FileNotFoundError:
         return
 
 
-def _remove(parent: Folder, name: str, depth: int, spawn: Spawn | None) -> None:
+def _remove(parent: Folder, name: str, depth: int, runtime: Runtime | None) -> None:
     if depth > DEPTH:
         raise OSError(errno.ELOOP, f"directories are nested more than {DEPTH} deep", os.path.join(parent.path, name))
     try:
@@ -58,48 +52,23 @@ def _remove(parent: Folder, name: str, depth: int, spawn: Spawn | None) -> None:
         return
     with folder:
         items = folder.scan()
-        if spawn is None or len(items) < _MANY:
-            _empty(folder, items, depth, spawn)
-        else:
-            share = -(-len(items) // _SHARES)
-            _together([partial(_empty, folder, items[i:i + share], depth, None) for i in range(0, len(items), share)], spawn)
+        if runtime is None or len(items) < _THREADS:
+            for item in items:
+                _remove_item(folder, depth, runtime, item)
+        else:  # all of them have ended when this does: a thread that unlinked below a closed descriptor could hit anything
+            together(runtime, partial(_remove_item, folder, depth, None), items, _THREADS)
     parent.rmdir(name)
 
 
-def _empty(folder: Folder, items: list[Item], depth: int, spawn: Spawn | None) -> None:
-    for item in items:
-        try:
-            if item.kind == "dir":
-                _remove(folder, item.name, depth + 1, spawn)
-            else:
-                _unlink(folder, item.name)
-        except OSError as error:
-            if error.errno not in _VANISHED:
-                raise
-
-
-def _together(jobs: list[Job], spawn: Spawn) -> None:
-    """Do them all, on this thread and on others, and raise what one of them raised when all have ended. Threads that never run
-    take nothing away: this one goes on until nothing is left."""
-    queue, errors = deque(jobs), list[BaseException]()
-
-    def work() -> None:
-        while queue and not errors:
-            try:
-                job = queue.popleft()
-            except IndexError:
-                return  # another thread was quicker
-            try:
-                job()
-            except BaseException as error:  # whatever it is, the thread that waits for all of them raises it
-                errors.append(error)
-
-    helpers = [spawn(work) for _ in range(min(_HELPERS, len(jobs) - 1))]
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
+def _remove_item(folder: Folder, depth: int, runtime: Runtime | None, item: Item) -> None:
+    try:
+        if item.kind == "dir":
+            _remove(folder, item.name, depth + 1, runtime)
+        else:
+            _unlink(folder, item.name)
+    except OSError as error:
+        if error.errno not in _VANISHED:
+            raise
 
 
 def _unlink(folder: Folder, name: str) -> None:
@@ -121,11 +90,11 @@ def unlink_markers(files: Files, path: str, marker: str) -> None:
         files.fsync_dir(place)
 
 
-def discard(files: Files, root: str, path: str, marker: str, spawn: Spawn | None = None) -> None:
+def discard(files: Files, root: str, path: str, marker: str, runtime: Runtime | None = None) -> None:
     """Delete something that stands in trash below ``root``: the marker first, durably, then the rest (S3), in any order."""
     try:
         if files.look(root, os.path.relpath(path, root)).kind == "dir":
             unlink_markers(files, path, marker)
     except FileNotFoundError:
         return
-    remove_tree(files, root, path, spawn)
+    remove_tree(files, root, path, runtime)

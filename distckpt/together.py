@@ -7,48 +7,62 @@ write everybody else's data as well).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from distckpt.runtime import Runtime
+from distckpt.runtime import Runtime, Thread
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_FEW = 16
-_HELPERS = 15
+_INTERRUPT = -1
 
 
-def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """What ``do`` gives for each item, in their order. Few are done one by one.
+def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads: int = 16) -> list[R]:
+    """What ``do`` gives for each item, in their order. Fewer than ``threads`` are done one by one.
 
-    When one fails, no other is begun, and its error is raised, of several the first item's. Nothing is under way any more when
-    this returns or raises (S21).
+    When one fails, no other is begun, and its error is raised, of several the first item's; the others are logged. Nothing is
+    under way any more when this returns or raises (S21), also where no more threads can be made, or the caller is interrupted.
     """
-    if len(items) < _FEW:
+    if len(items) < threads:
         return [do(item) for item in items]
     turns = iter(range(len(items)))
     results: dict[int, R] = {}
     failed: dict[int, BaseException] = {}
 
     def work() -> None:
-        for turn in turns:
-            try:
+        turn = _INTERRUPT
+        try:
+            for turn in turns:
+                if failed:
+                    return
                 results[turn] = do(items[turn])
-            except BaseException as error:  # raised again below, on the caller's thread
-                failed[turn] = error
-            if failed:
-                return
+        except Exception as error:  # raised again below, on the caller's thread
+            failed[turn] = error
+        except BaseException as error:  # likewise, before any other
+            failed[_INTERRUPT] = error
 
-    helpers = []
+    helpers: list[Thread] = []
     try:
-        for _ in range(_HELPERS):
+        for _ in range(threads - 1):
             helpers.append(runtime.thread("together", work))
-    except RuntimeError:
-        pass  # no more threads here: those that there are, and this one, do it
+    except RuntimeError as error:
+        log.debug("%d threads instead of %d: %s", len(helpers) + 1, threads, error)
+    except BaseException as error:  # an interrupt, raised again below
+        failed[_INTERRUPT] = error
     work()
     for helper in helpers:
-        helper.join()
+        try:
+            helper.join()
+        except BaseException as error:  # an interrupt, raised again below: the others begin nothing more, and then it is over
+            failed[_INTERRUPT] = error
+            helper.join()
     if failed:
-        raise failed[min(failed)]
+        first, *others = sorted(failed)
+        for turn in others:
+            log.error("another one failed as well: %s: %s", type(failed[turn]).__name__, failed[turn])
+        raise failed[first]
     return [results[turn] for turn in range(len(items))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from distckpt import durable
 from distckpt.durable import REAL
 from distckpt.layout import MARKER
 from distckpt.ordered import create_exclusively, fsync_tree_dirs, make_dir, replace, to_trash, unlink_if_there, write_new
-from distckpt.removal import Spawn, discard, remove_tree
-from distckpt.runtime import SYSTEM, Thread
+from distckpt.removal import discard, remove_tree
+from distckpt.runtime import SYSTEM, Runtime, SystemRuntime, Thread
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten
@@ -236,36 +237,66 @@ def _many(top: Path) -> None:
     (top / MARKER).write_bytes(b"{}")
 
 
-def _helper(target: Callable[[], None]) -> Thread:
-    return SYSTEM.thread("deleting", target)
+class _Quick(SystemRuntime):
+    """Its threads do all there is to do before the caller begins."""
+
+    def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+        thread = super().thread(name, target, daemon)
+        thread.join()
+        return thread
 
 
 def test_threads_help_to_delete_what_is_much_and_the_marker_goes_first(tmp_path: Path) -> None:
     _many(tmp_path / "v")
     files = FaultyFiles()
-
-    def quick(target: Callable[[], None]) -> Thread:
-        thread = _helper(target)
-        thread.join()
-        return thread
-
-    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, quick)
+    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, _Quick())
     assert list(tmp_path.iterdir()) == [] and len({o.thread for o in files.log}) > 1
     assert files.log[0].path.endswith(MARKER) and [o.op for o in files.log[:2]] == ["unlink", "fsync_dir"]
     assert len(files.operations("unlink", "/v/")) == 401 + 3 and files.log[-1] == files.operations("rmdir")[-1]
 
 
-@pytest.mark.parametrize("spawn", [None, _helper, lambda target: VirtualRuntime().thread("deleting", target)],
-                         ids=["alone", "helped", "by threads that never run"])
-def test_what_one_of_the_threads_meets_is_raised_when_all_have_ended(tmp_path: Path, spawn: Spawn | None) -> None:
+@pytest.mark.parametrize("runtime", [None, SYSTEM, VirtualRuntime()], ids=["alone", "helped", "by threads that never run"])
+def test_what_one_of_the_threads_meets_is_raised_when_all_have_ended(tmp_path: Path, runtime: Runtime | None) -> None:
     _many(tmp_path / "v")
     files = FaultyFiles(REAL, fail(errno.EIO, op="unlink", path="/v/150"))
     with pytest.raises(OSError, match="/v/150"):
-        discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, spawn)
+        discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, runtime)
     assert (tmp_path / "v" / "150").exists() and not (tmp_path / "v" / MARKER).exists()
     before = len(files.log)
-    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, spawn)
+    discard(files, str(tmp_path), str(tmp_path / "v"), MARKER, runtime)
     assert list(tmp_path.iterdir()) == [] and len(files.log) > before
+
+
+@pytest.mark.parametrize("made", [0, 3])
+def test_where_threads_are_few_no_late_one_deletes_by_a_descriptor_that_leads_elsewhere_by_then(tmp_path: Path,
+                                                                                                made: int) -> None:
+    """A thread that begins when the directory is closed would unlink in whatever has got its descriptor since."""
+    class Late:
+        """A thread that begins when it is waited for."""
+
+        def __init__(self, target: Callable[[], None]) -> None:
+            self.go = threading.Event()
+            self.thread = SYSTEM.thread("late", lambda: (self.go.wait(20), target())[1])
+
+        def join(self, timeout: float | None = None) -> None:
+            self.go.set()
+            self.thread.join(timeout)
+
+        def is_alive(self) -> bool:
+            return self.thread.is_alive()
+
+    late = list[Late]()
+
+    class Poor(SystemRuntime):
+        def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+            if len(late) == made:
+                raise RuntimeError("can't start new thread")
+            late.append(Late(target))
+            return late[-1]
+
+    _many(tmp_path / "v")
+    remove_tree(REAL, str(tmp_path), str(tmp_path / "v"), Poor())
+    assert list(tmp_path.iterdir()) == [] and len(late) == made and not any(thread.is_alive() for thread in late)
 
 
 # -- S13 -------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,66 @@ def test_where_no_thread_can_be_made_the_caller_does_it_all() -> None:
             raise RuntimeError("can't start new thread")
 
     assert together(Poor(), lambda item: item + 1, list(range(50))) == list(range(1, 51))
+
+
+class _Interrupted(SystemRuntime):
+    """The first wait for one of its threads is interrupted, when all of them are at work."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+        thread, runtime = super().thread(name, target, daemon), self
+
+        class Waited:
+            is_alive = thread.is_alive
+
+            def join(self, timeout: float | None = None) -> None:
+                runtime.waited += 1
+                if runtime.waited == 1:
+                    raise KeyboardInterrupt
+                thread.join(timeout)
+
+        return Waited()
+
+
+def test_an_interrupt_is_raised_when_nothing_is_under_way_any_more_and_nothing_more_was_begun() -> None:
+    runtime, inside, begun, lock = _Interrupted(), [0], [0], threading.Lock()
+    main, all_in, waits = threading.get_ident(), threading.Barrier(16, timeout=20), threading.Event()
+
+    def do(item: int) -> None:
+        with lock:
+            inside[0], begun[0] = inside[0] + 1, begun[0] + 1
+        all_in.wait()
+        if threading.get_ident() == main:
+            waits.set()
+            raise OSError(errno.EIO, "of the caller's own")
+        assert waits.wait(20)
+        with lock:
+            inside[0] -= 1
+
+    with pytest.raises(KeyboardInterrupt):
+        together(runtime, do, list(range(1000)))
+    assert inside == [1] and begun == [16], "the caller's own has failed, the others have ended"
+
+
+def test_an_interrupt_comes_before_errors_and_of_several_errors_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    all_in, interrupt = threading.Barrier(16, timeout=20), list[BaseException]()
+
+    def do(item: int) -> None:
+        all_in.wait()
+        if item == 5 and interrupt:
+            raise interrupt[0]
+        if item in (3, 7):
+            raise OSError(errno.EIO, f"of item {item}")
+
+    with pytest.raises(OSError, match="of item 3"):
+        together(SYSTEM, do, list(range(16)))
+    assert "another one failed as well: OSError: [Errno 5] of item 7" in caplog.text and "item 3" not in caplog.text
+    interrupt.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        together(SYSTEM, do, list(range(16)))
+    assert "of item 3" in caplog.text, "not raised, so told"
 
 
 def test_one_bad_file_of_a_hundred_condemns_the_attempt(tmp_path: Path) -> None:
