@@ -8,9 +8,11 @@ file each begins. Only for what is plainly the same on both sides; everything el
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from distckpt.durable import PIECE, Opened
 from distckpt.payloads import loadable
+
+log = logging.getLogger(__name__)
 
 _WORTH = 256 << 10
 """Bytes of a tensor, on average, from which on it pays: to describe one in fake mode takes as long as to read so many."""
@@ -29,11 +33,17 @@ def fill(target: dict[Any, Any], file: Opened, what: str) -> bool:
     """Put what torch.save wrote into ``file``, whose bytes were verified, into ``target``, as ``loadable.fill`` would; False, and
     nothing was touched, when it must be loaded as a whole."""
     tensors = [leaf for leaf in tree_leaves(target) if isinstance(leaf, torch.Tensor)]
-    if not tensors or sum(tensor.nbytes for tensor in tensors) < _WORTH * len(tensors) or not _same_byte_order(file):
+    if not tensors or not all(_plain(tensor, torch.Tensor) and tensor.device.type == "cpu" for tensor in tensors):
+        return False
+    if sum(tensor.nbytes for tensor in tensors) < _WORTH * len(tensors) or not _as_in_memory(file):
         return False
     file.seek(0)
-    with FakeTensorMode():
-        described = torch.load(file, weights_only=True, map_location="cpu")
+    try:
+        with FakeTensorMode():
+            described = torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:  # fake mode does not know all that torch saves; a load as a whole says what is wrong with the rest
+        log.debug("%s is loaded as a whole: %s", what, error)
+        return False
     pairs: Pairs = []
     if not _match(target, described, pairs):
         return False
@@ -44,11 +54,17 @@ def fill(target: dict[Any, Any], file: Opened, what: str) -> bool:
     return True
 
 
-def _same_byte_order(file: Opened) -> bool:
+def _as_in_memory(file: Opened) -> bool:
+    """Whether the bytes of its tensors stand in ``file`` as they would in this machine's memory. ``torch.load`` reads a zip that
+    somebody compressed, and other byte orders, as well."""
     file.seek(0)
     try:
-        return torch._C.PyTorchFileReader(file).get_record("byteorder") == sys.byteorder.encode()
-    except RuntimeError:  # it names none, or is of torch.save's format before the zip
+        if torch._C.PyTorchFileReader(file).get_record("byteorder") != sys.byteorder.encode():
+            return False
+        file.seek(0)
+        with ZipFile(file) as archive:
+            return all(entry.compress_type == ZIP_STORED for entry in archive.infolist())
+    except (RuntimeError, BadZipFile):  # it names no order, or is of torch.save's format before the zip
         return False
 
 
@@ -56,11 +72,10 @@ def _match(target: Any, source: Any, pairs: Pairs) -> bool:
     """Whether every tensor of ``source`` has one like it in ``target``; they are added to ``pairs``."""
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
         pairs.append((target, source))
-        return (_plain(target, torch.Tensor) and target.device.type == "cpu" and _plain(source, FakeTensor)
-                and target.dtype == source.dtype and target.shape == source.shape)
+        return _plain(source, FakeTensor) and target.dtype == source.dtype and target.shape == source.shape
     if isinstance(target, dict) and isinstance(source, Mapping):
         return all(_match(target.get(key), item, pairs) for key, item in source.items())
-    return not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(source))
+    return all(type(leaf) in loadable.PLAIN for leaf in tree_leaves(source))  # a storage, say, was only described as well
 
 
 def _plain(tensor: torch.Tensor, kind: type[torch.Tensor]) -> bool:

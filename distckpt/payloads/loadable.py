@@ -15,7 +15,7 @@ import torch
 
 from distckpt.errors import ConfigError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -31,7 +31,7 @@ def check(value: Any, what: str) -> None:
 
 def _first_bad(value: Any, where: str) -> tuple[str, Any] | None:
     kind = type(value)
-    if kind in _PLAIN or kind in _TENSORS:
+    if kind in PLAIN or kind in _TENSORS:
         return None
     if kind in (dict, OrderedDict):
         for key, item in value.items():

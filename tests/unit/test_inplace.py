@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
 
 from distckpt import Shards
 from distckpt.errors import ConfigError, IntegrityError
-from distckpt.payloads import inplace, loadable
+from distckpt.payloads import inplace, loadable, torchfile
 from tests.support import restore, same_size, saved
 
 MANY = 1 << 18
@@ -100,6 +101,47 @@ def test_what_is_not_plainly_the_same_is_left_untouched_and_loaded_as_ever(chang
     assert set(target) == set(expected)
     for name in ("weight", "half", "parameter", "c", "more"):
         assert name not in expected or torch.equal(target[name].resolve_conj(), expected[name].resolve_conj()), name
+
+
+def _storage() -> Any:
+    return torch.ones(9).untyped_storage()
+
+
+@pytest.mark.parametrize("odd", [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_sparse_csr(), _storage,
+                                 lambda: torch.quantize_per_tensor(torch.ones(9), 0.5, 0, torch.qint8)])
+@pytest.mark.parametrize("there", [True, False], ids=["like it", "nothing like it"])
+def test_what_fake_mode_can_only_describe_or_not_even_that_is_loaded_as_ever(odd: Callable[[], Any], there: bool,
+                                                                             tmp_path: Path) -> None:
+    target = {**state(1.0), "odd": odd() if there else None}
+    assert not inplace.fill(target, stored({**state(2.5), "odd": odd()}), "state")
+    assert torch.equal(target["half"], state(1.0)["half"])
+    torch.save({**state(2.5), "odd": odd()}, tmp_path / "file")
+    torchfile.read_into(_Alone(tmp_path), "file", target)  # type: ignore[arg-type]
+    assert torch.equal(target["half"], state(2.5)["half"])
+    found = target["odd"]
+    assert list(found.untyped()) == list(odd()) if odd is _storage else str(found) == str(odd())
+
+
+def test_a_file_that_somebody_compressed_is_torchs_to_read(tmp_path: Path) -> None:
+    torch.save(state(2.5), tmp_path / "plain")
+    with ZipFile(tmp_path / "plain") as plain, ZipFile(tmp_path / "file", "w", ZIP_DEFLATED) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    target = state(1.0)
+    torchfile.read_into(_Alone(tmp_path), "file", target)  # type: ignore[arg-type]
+    assert torch.equal(target["half"], state(2.5)["half"])
+    with open(tmp_path / "file", "rb") as file:
+        assert not inplace.fill(state(1.0), file, "state")
+
+
+class _Alone:
+    """A checkpoint without digests: nothing was found wrong with what stands there."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def open(self, name: str) -> Any:
+        return open(self.place / name, "rb")
 
 
 def test_another_byte_order_is_torchs_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
