@@ -7,6 +7,7 @@ write everybody else's data as well).
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,6 +20,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _INTERRUPT = -1
+_SCARCE = (errno.EMFILE, errno.ENFILE)
+"""Opening says so, and a sync never does: nothing of it was synced yet, so it may be done again."""
 
 
 def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads: int = 16) -> list[R]:
@@ -26,12 +29,14 @@ def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads
 
     When one fails, no other is begun, and its error is raised, of several the first item's; the others are logged. Nothing is
     under way any more when this returns or raises (S21), also where no more threads can be made, or the caller is interrupted.
+    Where descriptors run out, fewer threads do it.
     """
     if len(items) < threads:
         return [do(item) for item in items]
     turns = iter(range(len(items)))
     results: dict[int, R] = {}
     failed: dict[int, BaseException] = {}
+    again: list[int] = []
 
     def work() -> None:
         turn = _INTERRUPT
@@ -41,7 +46,10 @@ def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads
                     return
                 results[turn] = do(items[turn])
         except Exception as error:  # raised again below, on the caller's thread
-            failed[turn] = error
+            if isinstance(error, OSError) and error.errno in _SCARCE:
+                again.append(turn)
+            else:
+                failed[turn] = error
         except BaseException as error:  # likewise, before any other
             failed[_INTERRUPT] = error
 
@@ -65,4 +73,6 @@ def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads
         for turn in others:
             log.error("another one failed as well: %s: %s", type(failed[turn]).__name__, failed[turn])
         raise failed[first]
+    for turn in [*again, *turns]:
+        results[turn] = do(items[turn])
     return [results[turn] for turn in range(len(items))]

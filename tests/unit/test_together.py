@@ -127,6 +127,27 @@ def test_an_interrupt_comes_before_errors_and_of_several_errors_the_others_are_t
     assert "of item 3" in caplog.text, "not raised, so told"
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_where_descriptors_run_out_fewer_threads_do_it_and_at_last_the_caller_alone(number: int) -> None:
+    all_in, main = threading.Barrier(16, timeout=20), threading.get_ident()
+    tried = list[int]()
+
+    def do(item: int) -> int:
+        tried.append(item)
+        if len(tried) <= 16:
+            all_in.wait()  # each thread has met it, the caller's as well
+            raise OSError(number, os.strerror(number))
+        assert threading.get_ident() == main
+        return item
+
+    def none(item: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    assert together(SYSTEM, do, range(100)) == list(range(100)) and len(tried) == 116
+    with pytest.raises(OSError, match="files"):
+        together(SYSTEM, none, range(100))
+
+
 def test_one_bad_file_of_a_hundred_condemns_the_attempt(tmp_path: Path) -> None:
     faulty = FaultyFiles(REAL, fail(errno.EIO, op="fsync_file", path="file-050"))
     files = rank_files(tmp_path, faulty)
