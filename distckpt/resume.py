@@ -36,8 +36,8 @@ from distckpt.owned import OwnedRoot
 from distckpt.ownership import STILL
 from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
-from distckpt.saving.files import PeerFailed
 from distckpt.saving.lineage import Lineage
+from distckpt.saving.piecewriter import PeerFailed
 
 log = logging.getLogger(__name__)
 

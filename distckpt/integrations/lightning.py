@@ -30,7 +30,7 @@ from distckpt.ordered import unlink_if_there
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.lightning import NAME, Lightning
 from distckpt.payloads.rng import Rng
-from distckpt.saving.files import PieceWriter, as_file
+from distckpt.saving.piecewriter import PieceWriter, as_file
 
 log = logging.getLogger(__name__)
 

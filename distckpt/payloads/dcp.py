@@ -34,7 +34,8 @@ from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, un
 from distckpt.payloads.framework import own_failure
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.payloads.torchfile import without_crc
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.files import RankFiles
+from distckpt.saving.piecewriter import PeerFailed
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from distckpt.payloads.base import Payload, Ranks
 from distckpt.payloads.memory import Memory
 from distckpt.payloads.scratch import Scratch, default
 from distckpt.payloads.standin import Answer, WriterCall, standing_in
-from distckpt.saving.files import PeerFailed, RankFiles, as_file
+from distckpt.saving.files import RankFiles
+from distckpt.saving.piecewriter import PeerFailed, as_file
 
 
 class Held:

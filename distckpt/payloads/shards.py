@@ -15,7 +15,8 @@ from distckpt.layout import check_member_path
 from distckpt.payloads import loadable, pieces, torchfile
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.live import Live, of_value
-from distckpt.saving.files import PieceWriter, RankFiles
+from distckpt.saving.files import RankFiles
+from distckpt.saving.piecewriter import PieceWriter
 
 _SUFFIX = {"torch": "pt", "safetensors": "safetensors"}
 

@@ -12,7 +12,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.payloads import inplace, loadable
-from distckpt.saving.files import PieceWriter, as_file
+from distckpt.saving.piecewriter import PieceWriter, as_file
 
 _crc = threading.Lock()
 

@@ -23,8 +23,9 @@ from distckpt.payloads.base import Payload, Ranks, as_payload
 from distckpt.record import CommitRecord
 from distckpt.retention import Policy
 from distckpt.saving.committer import Committer, final_name
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.files import RankFiles
 from distckpt.saving.hooks import Hooks
+from distckpt.saving.piecewriter import PeerFailed
 from distckpt.saving.terms import BLOCK, Request, refuse
 from distckpt.saving.transaction import Transaction
 

@@ -26,8 +26,9 @@ from distckpt.marker import FileEntry
 from distckpt.patience import PASSING, Patience
 from distckpt.runtime import Runtime
 from distckpt.saving.compare import compare
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.files import RankFiles
 from distckpt.saving.links import Twins
+from distckpt.saving.piecewriter import PeerFailed
 from distckpt.saving.terms import Go, Request, both_wrote, save_error
 from distckpt.saving.unclaimed import Unclaimed
 

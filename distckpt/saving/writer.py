@@ -37,8 +37,9 @@ from distckpt.payloads.members import Members
 from distckpt.payloads.shards import Shards
 from distckpt.runtime import SYSTEM
 from distckpt.saving.arena import Arena
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.files import RankFiles
 from distckpt.saving.links import Twins
+from distckpt.saving.piecewriter import PeerFailed
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import CoordinatorLost, DistckptError, RankTimeout, SaveError
 from distckpt.manager import CheckpointManager
 from distckpt.payloads.base import Ranks
-from distckpt.saving.files import PieceWriter, RankFiles
+from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
+from distckpt.saving.piecewriter import PieceWriter
 from distckpt.steps import Todo
 from distckpt.testing import checker
 from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN, Save

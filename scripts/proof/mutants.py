@@ -49,6 +49,7 @@ _OWN: dict[str, str] = {
     "saving/committer.py": "begin links commit hooks proof/domains_saves ranks/framework_files ranks/disagreement ranks/decision",
     "saving/transaction.py": "hooks proof/domains_saves proof/stale_files ranks/framework_files ranks/decision ranks/failures",
     "saving/files.py": "rank_files links payloads",
+    "saving/piecewriter.py": "rank_files syncs payloads",
     "saving/links.py": "links proof/links",
     "saving/finaliser.py": "ranks/background_failures hooks",
     "saving/saver.py": "begin ranks/decision ranks/failures hooks options",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/links.py",
+         "saving/piecewriter.py",
          "saving/finaliser.py", "saving/saver.py",
          "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
          "domains/retire.py", "durable.py",

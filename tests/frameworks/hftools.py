@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distckpt.saving.files import PieceWriter
+from distckpt.saving.piecewriter import PieceWriter
 
 Save = Callable[..., None]
 Act = Callable[[Save, Any, Any], None]

@@ -25,7 +25,7 @@ from distckpt.payloads import memory
 from distckpt.payloads.framework import FrameworkFiles, Held
 from distckpt.payloads.memory import Memory
 from distckpt.payloads.standin import WriterCall, standing_in
-from distckpt.saving.files import PieceWriter
+from distckpt.saving.piecewriter import PieceWriter
 from distckpt.testing.faults import FaultyFiles, call, shorten
 from tests.fakegpu import FakeGpu
 

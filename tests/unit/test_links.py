@@ -21,7 +21,8 @@ from distckpt.manager import CheckpointManager
 from distckpt.payloads import pieces
 from distckpt.payloads.base import Ranks
 from distckpt.saving import links
-from distckpt.saving.files import PieceWriter, RankFiles
+from distckpt.saving.files import RankFiles
+from distckpt.saving.piecewriter import PieceWriter
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.faults import Fault, FaultyFiles, call, fail, refuse, resend
 from tests.onerank import Machine, close, tidy

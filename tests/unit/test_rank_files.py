@@ -16,8 +16,9 @@ from distckpt import digest
 from distckpt.digest import XXH3
 from distckpt.durable import PIECE, REAL, Files, Output
 from distckpt.errors import ConfigError
-from distckpt.saving import files as saving
-from distckpt.saving.files import PeerFailed, RankFiles, make_durable
+from distckpt.saving import piecewriter as saving
+from distckpt.saving.files import RankFiles, make_durable
+from distckpt.saving.piecewriter import PeerFailed
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.faults import FaultyFiles, call, fail
 
@@ -196,8 +197,8 @@ def test_a_writer_stops_between_pieces_when_another_rank_has_failed(tmp_path: Pa
 
     mine = rank_files(tmp_path, Counting(), aborted=lambda: len(pieces) >= 2)
     with pytest.raises(PeerFailed), mine.writer("a.bin") as out:
-        out.write(bytes(3 * saving._PACE))
-    assert sum(pieces) == PIECE + saving._PACE
+        out.write(bytes(3 * saving.PACE))
+    assert sum(pieces) == PIECE + saving.PACE
     with pytest.raises(PeerFailed):
         mine.stop_if_aborted()
 
@@ -208,13 +209,13 @@ def test_whether_another_rank_failed_is_asked_by_the_bytes_and_not_by_the_pieces
     mine = rank_files(tmp_path, aborted=lambda: bool(asked.append(1)))
     for name in ("a", "b"):
         with mine.writer(f"{name}.bin") as out:
-            for _ in range(3 * saving._PACE // 2 >> 13):
+            for _ in range(3 * saving.PACE // 2 >> 13):
                 out.write(bytes(1 << 13))
     assert len(asked) == 2 + 2  # at each file's first piece, and after 8 MB more
 
 
 def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_PACE", PIECE)
+    monkeypatch.setattr(saving, "PACE", PIECE)
     monkeypatch.setattr(saving, "_BEHIND", 2 * PIECE)
     ranges: list[tuple[str, int, int]] = []
 

@@ -21,7 +21,8 @@ from distckpt.options import Seams
 from distckpt.payloads.base import Ranks
 from distckpt.saving import writer as writing
 from distckpt.saving.arena import Arena
-from distckpt.saving.files import PeerFailed, RankFiles
+from distckpt.saving.files import RankFiles
+from distckpt.saving.piecewriter import PeerFailed
 from tests.inprocess import await_, tree
 
 

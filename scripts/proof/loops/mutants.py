@@ -9,7 +9,7 @@ from typing import Any
 
 def _ack_without_fsync() -> None:
     """A rank acks whatever fsync said."""
-    from distckpt.saving.files import PieceWriter
+    from distckpt.saving.piecewriter import PieceWriter
 
     def close(self: Any) -> None:
         if not self._closed:
@@ -24,7 +24,7 @@ def _ack_without_fsync() -> None:
 
 def _close_unchecked() -> None:
     """A rank swallows what close reports."""
-    from distckpt.saving.files import PieceWriter
+    from distckpt.saving.piecewriter import PieceWriter
 
     def close(self: Any) -> None:
         if not self._closed:
