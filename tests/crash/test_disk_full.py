@@ -181,6 +181,7 @@ def _too_full_to_begin(rank: int, world: int, disk: str) -> dict[str, Any]:
     with CheckpointManager(root, keep_last=2) as manager:
         part = _Part("shards", BIG // 2, rank, world)
         part.save(manager, 1)
+        manager.wait()
         _fill(disk, rank, leave=4 * MB)
         before = _tree(root)
         dist.barrier()

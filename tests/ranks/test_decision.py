@@ -371,7 +371,7 @@ def test_P4_whatever_fails_in_a_commit_is_told_to_every_rank_at_once(root: Path)
     job = Job(root, 2)
     job.start()
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **how: Any) -> Any:
         raise RuntimeError("nobody foresaw this")
 
     job.managers[0]._committer.commit = fails  # type: ignore[union-attr, method-assign]

@@ -57,7 +57,7 @@ def folder_of(tmp_path: Path, name: str) -> Path:
     return tmp_path / name
 
 
-def wait(what: str, seen: Callable[[], bool], limit: float = 60.0) -> None:
+def wait(what: str, seen: Callable[[], bool], limit: float = 150.0) -> None:
     """For what happens after the job: AssertionError when it does not."""
     end = time.monotonic() + limit
     while not seen():
