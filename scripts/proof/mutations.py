@@ -88,8 +88,8 @@ class Picked:
 
 
 PICKED = (
-    Picked("saving/commit.py", "return prepare(owned, found) or publish(owned, found, replace=replace)",
-           "return publish(owned, found, replace=replace) or prepare(owned, found)"),
+    Picked("saving/commit.py", "return prepare(owned, found, patience) or publish(owned, found, replace=replace)",
+           "return publish(owned, found, replace=replace) or prepare(owned, found, patience)"),
     Picked("durable.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL |", "os.O_WRONLY | os.O_CREAT |"),
     Picked("saving/transaction.py", "return self._client.claim(self._decision, {decision: True}).get(decision) is True",
            "return True"),
@@ -98,7 +98,7 @@ PICKED = (
     Picked("domains/parts.py", "self._drop(self._go.attempt)", "pass"),
     Picked("ownership.py", "generation = top + 1", "generation = max(top, 1)"),
     Picked("recovery.py", "key=lambda c: c[0]", "key=lambda c: -c[0]"),
-    Picked("coordination/gate.py", "for answer in answers.values()) + 1", "for answer in answers.values())"),
+    Picked("coordination/gate.py", "for answer in answers.values())) + 1", "for answer in answers.values()))"),
     Picked("coordination/rounds.py", "rounds.client.claim(key, {\"error\": to_wire(error), \"by\": rounds.rank})",
            "rounds.client.set(key, {\"error\": to_wire(error), \"by\": rounds.rank})"),
 )

@@ -42,11 +42,11 @@ def test_every_file_of_the_ordering_code_gives_some_and_each_is_another_program(
 
 
 def test_the_rules_that_the_design_names_are_among_them(all_of_them: list[Mutant]) -> None:
-    one(all_of_them, "prepare", "fsync_tree_dirs(files, staged)")
-    one(all_of_them, "prepare", "owned.ownership.check()")
+    one(all_of_them, "prepare", "fsync_tree_dirs(patience.over(files), staged)")
+    one(all_of_them, "prepare", "owned.ownership.check(patience)")
     one(all_of_them, "publish", "files.fsync_dir(owned.layout.root)")
-    one(all_of_them, "prepare", "fsync_tree_dirs(files, staged)", "write_new(")
-    one(all_of_them, "picked", "return prepare(owned, found) or", "return publish(")  # published before it is committed
+    one(all_of_them, "prepare", "fsync_tree_dirs(patience.over(files), staged)", "write_new(")
+    one(all_of_them, "picked", "return prepare(owned, found, patience) or", "return publish(")  # published before it is committed
     one(all_of_them, "PieceWriter.close", "self._out.fsync()")
     one(all_of_them, "PieceWriter.close", "self._out.close()")
     one(all_of_them, "Transaction.finish", "self._client.claim(self._decision")
