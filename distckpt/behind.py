@@ -181,7 +181,7 @@ class Behind:
         self._copying = None
 
     def finish(self, job: Job) -> None:
-        """The finaliser's: begin to rotation, then the hooks, on its thread."""
+        """The finaliser's: begin to the verdict, then the hooks, on its thread."""
         saved = job.run(Refused(job.refusal) if job.refusal is not None else job.payload)
         job.handle.commit(saved.path, saved.skipped)
         self._hooks.run(saved.record)

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 _TOOL = 1 << 20
 
+ROOM = 30.0
+"""Seconds that a save waits for room that a deletion gives back."""
+
 _open: dict[tuple[int, str, str], OwnedRoot] = {}
 _opening = threading.RLock()  # two managers of one root made by two threads must end up with one owner
 
@@ -192,10 +195,10 @@ class OwnedRoot:
                 log.debug("cannot tell how large the next save will be: %s", error)
         return self._sizes.get(series)
 
-    def make_room(self, timeout: float) -> None:
+    def make_room(self) -> None:
         """Rotate what the last commit lets go, and wait until it is deleted."""
-        self.afterwards.catch_up(timeout)
-        self.janitor.wait(timeout)
+        self.afterwards.catch_up(ROOM)
+        self.janitor.wait(ROOM)
 
     def foreign(self, entries: Sequence[Entry]) -> list[Entry]:
         """Checkpoints of another run that stand in this root; reported once, left alone."""

@@ -47,7 +47,6 @@ from distckpt.saving.terms import Go, Request, save_error
 log = logging.getLogger(__name__)
 
 PREPARE = "prepare"
-_ROOM = 30.0
 
 
 class Parts:
@@ -87,7 +86,7 @@ class Parts:
         try:
             free = owned.files.free(owned.layout.root)
             if needed is not None and free < needed:
-                owned.make_room(_ROOM)
+                owned.make_room()
                 free = owned.files.free(owned.layout.root)
         except OSError:
             return {}  # the attempt itself will say what is wrong with this disk

@@ -17,7 +17,7 @@ from distckpt.domains.domains import Domains
 from distckpt.errors import DiskFull, DistckptError, MarkerError, RankFailure, StepAlreadyExists
 from distckpt.layout import MAIN, Naming
 from distckpt.marker import FileEntry, Head, Marker
-from distckpt.owned import OwnedRoot
+from distckpt.owned import ROOM, OwnedRoot
 from distckpt.patience import Patience
 from distckpt.retention import Policy
 from distckpt.saving.commit import Outcome, commit
@@ -26,8 +26,6 @@ from distckpt.saving.lineage import Lineage
 from distckpt.saving.terms import Go, Request, raise_failures, save_error
 
 log = logging.getLogger(__name__)
-
-_ROOM = 30.0
 
 
 class Committer:
@@ -193,7 +191,7 @@ class Committer:
         rooms = []
         if needed is not None and here:
             if min(here.values()) < needed:
-                self.owned.make_room(_ROOM)
+                self.owned.make_room()
                 # what stood in trash when the ranks looked is gone by now
                 free = self.owned.files.free(self.owned.layout.root)
                 gained = max(free - here.get(self.group.rank, free), 0)
@@ -301,7 +299,7 @@ class Committer:
             with self.owned.lock:
                 self.owned.remove_attempt(go.attempt)
             if isinstance(error, DiskFull):
-                self.owned.janitor.wait(_ROOM)  # the caller's next move needs the room that this attempt took
+                self.owned.janitor.wait(ROOM)  # the caller's next move needs the room that this attempt took
             self.owned.status.again()
 
     def discarded(self, go: Go) -> None:
