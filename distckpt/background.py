@@ -45,10 +45,30 @@ class Job:
     blocked: float = 0.0
 
 
+def open_gate(group: Group, runtime: Runtime, limit: float) -> Gate:
+    """This rank's gate, at which its listener answers from now on. Before the last round of the start: a rank that is through it
+    may have news at once, and a freeze that nobody answers holds all ranks up for ``ANSWER`` (found by l0)."""
+    gate = Gate(runtime, limit)
+
+    def freeze(client: Client, message: dict[str, Any]) -> None:
+        client.set(answer_key(int(message["freeze"]), group.rank), gate.freeze())
+
+    def act(client: Client, message: dict[str, Any]) -> None:
+        gate.act(int(message["at"]), Act.from_json(message["act"]))
+
+    def cancel(client: Client, message: dict[str, Any]) -> None:
+        gate.cancel()
+        client.delete([answer_key(int(message["freeze"]), group.rank)])
+
+    group.listener.handlers.update(freeze=freeze, act=act, cancel=cancel)
+    group.listener.on_lost = gate.lose
+    return gate
+
+
 class Background:
     """Parts of a manager that outlive a call. ``execute`` runs one job and raises what went wrong with it."""
 
-    def __init__(self, group: Group, source: ClientSource, runtime: Runtime, execute: Callable[[Job], None],
+    def __init__(self, group: Group, gate: Gate, source: ClientSource, runtime: Runtime, execute: Callable[[Job], None],
                  schedules: Callable[[str], Schedule], signals: StopSignals, tolerated: int, in_flight: str,
                  timing: Timing | None, orphaned: Callable[[], None], flush: float) -> None:
         self._group, self._source, self._runtime = group, source, runtime
@@ -56,15 +76,13 @@ class Background:
         self._schedules, self.schedule, self.signals = schedules, schedules(MAIN), signals
         self._tolerated, self.in_flight_rule = tolerated, in_flight
         self.failures_in_a_row = 0
-        self.gate = Gate(runtime, flush)
+        self.gate = gate
         self._stop_reason = ""
         self._pending: Job | None = None
         self._unreported: Job | None = None
         self._faced: set[int] = set()
         self._number = 0
         self._series = MAIN
-        group.listener.handlers.update(freeze=self._freeze, act=self._act, cancel=self._cancel)
-        group.listener.on_lost = self.gate.lose
         self._gatekeeper: Gatekeeper | None = None
         if group.rank == 0:
             heard = timing.heard if timing is not None else lambda act: None
@@ -79,21 +97,9 @@ class Background:
         """From the start, saves or not: it is also who notices that the main thread has ended without ``close``."""
         return Finaliser(self._runtime, self._runtime.lifeline(), self._execute, self._orphaned, self._flush)
 
-    # -- the listener's ------------------------------------------------------------------------------------------
-
-    def _freeze(self, client: Client, message: dict[str, Any]) -> None:
-        client.set(answer_key(int(message["freeze"]), self._group.rank), self.gate.freeze())
-
     def _has_ended(self, rank: int) -> bool:
         identity = self._group.identities.get(rank)
         return identity is not None and rank != self._group.rank and self._runtime.alive(identity) is False
-
-    def _act(self, client: Client, message: dict[str, Any]) -> None:
-        self.gate.act(int(message["at"]), Act.from_json(message["act"]))
-
-    def _cancel(self, client: Client, message: dict[str, Any]) -> None:
-        self.gate.cancel()
-        client.delete([answer_key(int(message["freeze"]), self._group.rank)])
 
     # -- the training thread: poll -------------------------------------------------------------------------------
 

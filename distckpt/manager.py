@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distckpt import options, start
-from distckpt.background import Background
+from distckpt.background import Background, open_gate
 from distckpt.behind import Behind
 from distckpt.checkpoint import Checkpoint
 from distckpt.coordination import bootstrap
@@ -95,6 +95,7 @@ class CheckpointManager:
                     "fingerprint": fingerprint, "naming": naming, "save_every": save_every, "in_flight": in_flight,
                     "save_every_minutes": save_every_minutes, "save_at_start": save_at_start, "tolerated": tolerate,
                     "allow_shared_root": allow_shared_root, "storage": storage, "dedup": dedup}
+        gate = open_gate(self._group, self._seams.runtime, self._timeouts.close)
         try:
             with self._group.rounds.call("start") as call:
                 begin = start.Start if storage == "shared" else LocalStart
@@ -122,9 +123,9 @@ class CheckpointManager:
         self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,
                               check_staging, writer)
         self._background = Background(
-            self._group, found.source, self._seams.runtime, self._behind.finish, lambda series: self._series[series].schedule,
-            signals, tolerate, in_flight, timing if self._owned is not None else None, lambda: self._ending.leave(),
-            self._timeouts.close)
+            self._group, gate, found.source, self._seams.runtime, self._behind.finish,
+            lambda series: self._series[series].schedule, signals, tolerate, in_flight,
+            timing if self._owned is not None else None, lambda: self._ending.leave(), self._timeouts.close)
         self._behind.attach(self._background)
         self._ending = Ending(self._group, self._background, self._behind, self._hooks, self._owned or self._start.share,
                               self._committer, self._series, self._timeouts.close)

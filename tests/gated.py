@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distckpt.background import Background, Job
+from distckpt.background import Background, Job, open_gate
 from distckpt.coordination import gate as gate_module
 from distckpt.coordination.gate import Act
 from distckpt.coordination.listener import Caller, Listener
@@ -82,8 +82,9 @@ class Ranks:
             group: Any = SimpleNamespace(rank=rank, world=world, listener=listener, identities=identities,
                                          rounds=SimpleNamespace(caller=Caller(self.runtime)))
             self.listeners.append(listener)
-            self.behind.append(Background(group, self.source, self.runtime, self._executor(rank), _schedules(every),
-                                          StopSignals(()), tolerated, in_flight, None, lambda: None, limit))
+            self.behind.append(Background(group, open_gate(group, self.runtime, limit), self.source, self.runtime,
+                                          self._executor(rank), _schedules(every), StopSignals(()), tolerated, in_flight, None,
+                                          lambda: None, limit))
 
     def source(self) -> Client:
         self.connections += 1

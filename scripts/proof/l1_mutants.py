@@ -43,9 +43,9 @@ def _no_marker_fsync(rank: int, root: str) -> None:
 def _rotation_first(rank: int, root: str) -> None:
     real = Committer.commit
 
-    def early(self: Committer, *args: Any) -> Any:
+    def early(self: Committer, *args: Any, **how: Any) -> Any:
         self.rotate("main", KeepLast(1))
-        return real(self, *args)
+        return real(self, *args, **how)
 
     Committer.commit = early  # type: ignore[method-assign, assignment]
 

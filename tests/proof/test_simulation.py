@@ -266,6 +266,14 @@ def test_rank_0_does_not_wait_for_the_goodbye_of_the_dead() -> None:
     assert any(run.fired and not run.errors for run in runs), "none was killed after the last round"
 
 
+def test_a_rank_that_is_still_in_its_start_answers_a_freeze() -> None:
+    """The first rank that was through had a signal at once, and another one's listener passed the freeze over, which was tried
+    again 6 s later."""
+    line = "world=3 scenario=stopping seed={} fault=fail:0@27:ENOSPC apart=1"
+    runs = [Case.parse(line.format(seed)).run() for seed in (600001800005059, *range(300))]
+    assert [run.violations for run in runs if run.violations] == []
+
+
 @pytest.mark.parametrize("seed", [1600004900011196, 1600004900012471])
 def test_who_met_the_failure_in_its_own_save_and_left_is_not_forgotten(seed: int) -> None:
     """It passed the boundary before that save; the others, asked after it had left, must not raise at that boundary (P5)."""
