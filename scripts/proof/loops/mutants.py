@@ -73,9 +73,9 @@ def _rotate_first() -> None:
 
     real: Callable[..., Any] = Committer.commit
 
-    def commit(self: Any, go: Any, *rest: Any) -> Any:
+    def commit(self: Any, go: Any, *rest: Any, **how: Any) -> Any:
         self.rotate(self.request.series, KeepLast(1))
-        return real(self, go, *rest)
+        return real(self, go, *rest, **how)
 
     Committer.commit = commit  # type: ignore[method-assign, assignment]
 
