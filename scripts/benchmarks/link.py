@@ -7,7 +7,6 @@ has more after a save that was linked, beside the bytes that changed.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 import distckpt
 from scripts.benchmarks.report import Row
-from scripts.benchmarks.rounds import Found, column, ranks, rotate, row
+from scripts.benchmarks.rounds import Found, column, ranks, rotate, row, scenarios, sync_tree
 from scripts.benchmarks.subjects import WORLD, Dcp, Ours, Times, share
 
 _FULL, _QUICK = 512 << 20, 96 << 20
@@ -27,17 +26,13 @@ _CHANGED = 0.1
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
-    if only not in "link":
-        return
-    folder = place / "link"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    yield from scenarios(place, quick, only, {"link": _linked})
+
+
+def _linked(place: Path, quick: bool) -> Iterator[Row]:
     size = _QUICK if quick else _FULL
     shown = f"{size >> 20} MB, {WORLD} ranks"
-    try:
-        found = ranks(_rank, str(folder), size, 2 if quick else 9)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    found = ranks(_rank, str(place), size, 2 if quick else 9)
     yield row(f"linked save, {shown} / dcp.save + fsync", found, "linked", "dcp", 0, 0.25, case=11)
     yield row("the same / a full save of ours", found, "linked", "full")
     yield row("linked save of a DCP payload / dcp.save + fsync", found, "linked dcp", "dcp", 0, 0.5, case=11)
@@ -87,7 +82,7 @@ def _rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
             train(head)
             begun = time.perf_counter()
             dcp.begin()
-            _sync(rank, f"{place}/{dcp._turn}")
+            sync_tree(f"{place}/{dcp._turn}")
             took = time.perf_counter() - begun
             dcp.end()
             return took, took, took
@@ -100,22 +95,3 @@ def _files(root: str) -> dict[int, int]:
     """{inode: bytes on disk} of the checkpoint that stands in ``root``; the one before is deleted by now."""
     newest = next(entry for entry in os.scandir(root) if entry.name.startswith("step-"))
     return {seen.st_ino: seen.st_blocks * 512 for seen in (entry.stat() for entry in os.scandir(newest.path))}
-
-
-def _sync(rank: int, path: str) -> None:
-    """What ``dcp.save`` has left to the kernel."""
-    dist.barrier()
-    files = sorted(os.path.join(path, name) for name in os.listdir(path))
-    for name in files[rank::WORLD]:
-        _fsync(name)
-    dist.barrier()
-    if rank == 0:
-        for folder in (path, os.path.dirname(path)):
-            _fsync(folder)
-    dist.barrier()
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
