@@ -99,6 +99,18 @@ def _parts(plan: SavePlan) -> Iterator[SavePlan]:
             yield replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
 
 
+def write_state(state: dict[str, Any], files: RankFiles, rank: int, group: Any, held: Exception | None = None) -> None:
+    """``state`` by DCP's save into ``files``' directory. Collective over ``group``. ``held``: what this rank has failed with
+    already. Raises this rank's own error, PeerFailed where another rank's ended it."""
+    try:
+        with _quietly():
+            save(state, storage_writer=_Writer(files, held), process_group=group)
+    except CheckpointException as error:
+        raise own_failure(error, rank) from error
+    except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
+        raise PeerFailed from error
+
+
 class DCP:
     """Model and optimizer (or any state dict of tensors and stateful objects), written and resharded by DCP.
 
@@ -141,13 +153,7 @@ class DCP:
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         state, held = _try(self._checked)
-        try:
-            with _quietly():
-                save(state, storage_writer=_Writer(files, held), process_group=ranks.gloo())
-        except CheckpointException as error:
-            raise own_failure(error, ranks.rank) from error
-        except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
-            raise PeerFailed from error
+        write_state(state, files, ranks.rank, ranks.gloo(), held)
 
     def _checked(self) -> dict[str, Any]:
         """The state, after every value in it that DCP pickles was found to be one that can be loaded again."""

@@ -1,11 +1,12 @@
 """The functions by which frameworks write their large files, for a while with somebody in their place.
 
-torch.save and safetensors' save_file are looked up by their callers at each call, under the names below. A caller that holds
-them under another name is not seen: it writes as it always does.
+torch.save, safetensors' save_file and DCP's save are looked up by their callers at each call, under the names below. A caller
+that holds them under another name is not seen: it writes as it always does.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint
 
 _SAVE_FILE = (("safetensors.torch", "save_file"), ("accelerate.utils.other", "safe_save_file"),
               ("transformers.modeling_utils", "safe_save_file"), ("peft.peft_model", "safe_save_file"))
@@ -35,6 +37,8 @@ class WriterCall:
 
 
 Answer = Callable[[WriterCall], None]
+DCPAnswer = Callable[[dict[str, Any], Any], None]
+"""Given the state and the process group."""
 
 
 @contextmanager
@@ -58,3 +62,25 @@ def standing_in(answer: Answer) -> Iterator[None]:
                 setattr(module, name, instead_of(real, takes_files))
                 undo.callback(setattr, module, name, real)
         yield
+
+
+@contextmanager
+def standing_in_for_dcp(path: str, answer: DCPAnswer) -> Iterator[None]:
+    """Inside, a call of this thread's of ``torch.distributed.checkpoint.save`` for ``path``, with no writer or planner of the
+    caller's own, is ``answer(state, process_group)``."""
+    here = threading.get_ident()
+    dcp: Any = checkpoint
+    real = dcp.save
+
+    def stand_in(state_dict: dict[str, Any], **options: Any) -> Any:
+        group = options.get("process_group")
+        simple = {name for name, value in options.items() if value is not None} <= {"checkpoint_id", "process_group"}
+        if threading.get_ident() == here and simple and os.fspath(options.get("checkpoint_id") or "") == path:
+            return answer(state_dict, group)
+        return real(state_dict, **options)
+
+    dcp.save = stand_in
+    try:
+        yield
+    finally:
+        dcp.save = real

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 import distckpt
 from distckpt import catalog
 from distckpt.durable import REAL
-from distckpt.payloads import torchfile
+from distckpt.payloads import dcp, torchfile
 from distckpt.saving.arena import Arena
 from tests.frameworks.lightning_job import the_stage, train
 from tests.frameworks.story import Job, Story
@@ -124,18 +124,21 @@ def _who_writes(rank: int, world: int, job: Job) -> Any:
 
     with mock.patch.object(Arena, "reserve", counted), mock.patch.object(torchfile, "write", watched), \
             mock.patch.object(TorchCheckpointIO, "save_checkpoint", autospec=True, side_effect=single) as by_io, \
-            mock.patch.object(ModelParallelStrategy, "save_checkpoint", autospec=True, side_effect=sharded) as by_strategy:
+            mock.patch.object(ModelParallelStrategy, "save_checkpoint", autospec=True, side_effect=sharded) as by_strategy, \
+            mock.patch.object(dcp._Writer, "write_data", autospec=True, side_effect=dcp._Writer.write_data) as by_dcp:
         train(rank, world, job)
-    return by_io.call_count, by_strategy.call_count, ours, max(copied)
+    return by_io.call_count, by_strategy.call_count, ours, max(copied), by_dcp.call_count
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
 def test_lightnings_own_writers_write_and_ours_see_members_only(background: bool, tmp_path: Path) -> None:
-    """Three saves. A background one of shards is written by DCP on a process group of its own, as the strategy lays it out."""
+    """Three saves. A background one of shards is written by DCP on a process group of its own, as the strategy lays it out; a
+    synchronous one by the strategy, whose call of DCP's save gets the writer that leaves the sync, and the CRC, to our digest."""
     for kind, by_io, by_strategy in (("ddp", [3, 0], [0, 0]), ("fsdp2", [0, 0], [0, 0] if background else [3, 3])):
         told = the_stage().values(2, _who_writes, Job(str(tmp_path / kind), background=background, extra={"kind": kind}))
         assert [t[0] for t in told] == by_io and [t[1] for t in told] == by_strategy
         assert all(t[2] == [["rng"]] * 3 for t in told)
+        assert [t[4] for t in told] == ([0, 0] if kind == "ddp" else [3, 3])
         if background and kind == "ddp":
             assert told[0][3] > told[1][3], "a rank that writes nothing of it copied the model"
         found = catalog.read_marker(REAL, str(tmp_path / kind / "step-6"))
