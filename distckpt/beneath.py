@@ -149,12 +149,12 @@ def scan(where: int | str) -> list[Item]:
     found = []
     with os.scandir(where) as entries:
         for entry in entries:
-            if entry.is_symlink():
-                kind = "link"
+            if entry.is_file(follow_symlinks=False):
+                kind = "file"
             elif entry.is_dir(follow_symlinks=False):
                 kind = "dir"
             else:
-                kind = "file" if entry.is_file(follow_symlinks=False) else "other"
+                kind = "link" if entry.is_symlink() else "other"
             found.append(Item(entry.name, kind))
     found.sort(key=lambda item: item.name)
     return found

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from distckpt.coordination.collector import held_off
 from distckpt.coordination.listener import Caller
 from distckpt.coordination.pulse import Pulse, Watch, beat_key, describe
 from distckpt.coordination.store import Client
@@ -139,7 +140,8 @@ class Call:
                     raise CoordinationError(f"{self.what}: the manager was closed while it waited")
         finally:
             rounds.pulse.watch(None)
-        found = rounds.client.get(list(keys.values()))
+        with held_off(len(keys)):
+            found = rounds.client.get(list(keys.values()))
         reports = {rank: value for rank, value in zip(keys, found, strict=True) if not value.get("filled")}
         self._complete = self._complete or len(reports) == len(keys)
         return reports, watch
@@ -185,7 +187,8 @@ class Call:
             refused = {rank: report["refused"] for rank, report in reports.items() if "refused" in report}
             if refused:
                 raise self._refused(refused)
-            verdict = decide(reports)
+            with held_off(len(reports)):
+                verdict = decide(reports)
         except DistckptError as error:
             self._announce(verdict_key, {"error": to_wire(error)})
             if watch is not None and watch.absent():
@@ -282,7 +285,8 @@ def by_value(values: dict[int, Any], limit: int = 6) -> str:
 def require_same(reports: dict[int, Report], names: dict[str, str], what: str) -> None:
     """RankDisagreement unless all ``reports`` agree on every field of ``names`` (field: how people call it)."""
     for field, label in names.items():
-        if len({repr(report.get(field)) for report in reports.values()}) > 1:
+        said = [report.get(field) for report in reports.values()]
+        if any(value != said[0] for value in said):
             values = {rank: report.get(field) for rank, report in reports.items()}
             raise RankDisagreement(f"{what}: ranks disagree on {label}: {by_value(values)}; every rank must pass the same",
                                    values=values)

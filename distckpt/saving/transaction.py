@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from distckpt.coordination.collector import held_off
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, beat_key, describe
 from distckpt.coordination.rounds import Call, Report
@@ -207,7 +208,8 @@ class Transaction:
             acked: dict[int, list[FileEntry]] = {}
             unclaimed: list[str] = []
             if problem is None:
-                acked = {rank: [FileEntry(p, s, d, rank) for p, s, d in report["files"]] for rank, report in reports.items()}
+                with held_off(len(reports)):
+                    acked = {rank: [FileEntry(p, s, d, rank) for p, s, d in report["files"]] for rank, report in reports.items()}
                 unclaimed, problem = self._compare(go, acked) if self._parts is None else ([], None)
             notes = {rank: report.get("notes", {}) for rank, report in reports.items()}
             if problem is None and self._parts is not None:

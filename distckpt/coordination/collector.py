@@ -1,0 +1,26 @@
+"""Python's garbage collector, while rank 0 deals with the reports of very many ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MANY = 1024
+
+
+@contextmanager
+def held_off(ranks: int) -> Iterator[None]:
+    """No collection inside, for as many ranks as make one: what is decoded here is enough to have the collector walk all that
+    the process holds, torch included, with the interpreter held meanwhile (0.2 s each time, twice a save of 16,384 ranks).
+
+    Whoever has turned it off, as large jobs do, finds it off.
+    """
+    if ranks < _MANY or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
