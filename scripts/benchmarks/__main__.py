@@ -80,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="where to write, on whichever file system that is (default: %(default)s)")
     parser.add_argument("--loop", nargs=2, metavar=("KIND", "SIZE"), help="write to a new file system of KIND "
                         f"({' or '.join(LOOPS)}) and SIZE (8G) in a file in --dir, mounted for this run; root only")
-    parser.add_argument("--size", type=int, metavar="MB", help="MB of state of all ranks together (frameworks only)")
+    parser.add_argument("--size", type=int, metavar="MB",
+                        help="MB of state of all ranks together (for frameworks and background)")
     return parser
 
 
@@ -91,8 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"there is no group {', '.join(unknown)}: {', '.join(GROUPS)}")
     names = given.group or list(GROUPS)
-    if given.size is not None and (names != ["frameworks"] or given.size <= 0):
-        parser.error("--size is a number of MB, for frameworks")
+    if given.size is not None and (not set(names) <= {"frameworks", "background"} or given.size <= 0):
+        parser.error("--size is a number of MB, for frameworks and background")
     options = {} if given.size is None else {"size": given.size}
     place: Path = given.dir.resolve()
     place.mkdir(parents=True, exist_ok=True)

@@ -33,13 +33,15 @@ _LEAST = 1e-3
 """Seconds of training lost below which the noise of steps decides; less, and a negative time, counts as this."""
 
 
-def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
-    size = _QUICK if quick else _FULL
+def run(place: Path, quick: bool, only: str, size: int | None = None) -> Iterator[Row]:
+    """``size``: MB of all ranks together."""
+    wanted = size << 20 if size else _QUICK if quick else _FULL
     free = psutil.virtual_memory().available
+    size = wanted
     while size > _QUICK and free < _ROOMY * size:
         size //= 2
-    if not quick and size < _FULL:
-        print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {_FULL >> 20}", flush=True)
+    if size < wanted:
+        print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {wanted >> 20}", flush=True)
     known = {"stall": _stall, "first": _first, "overlap": _overlap, "dcp": _dcp, "slowdown": _slowdown}
     yield from scenarios(place, quick, only, {name: partial(scenario, size) for name, scenario in known.items()})
 
