@@ -77,6 +77,17 @@ def test_who_looks_next_sees_what_retention_says(files: FaultyFiles, manager: Ch
     assert steps(files) == [2, 3] and pointer(files) == "step-3"
 
 
+def test_who_leaves_by_an_exception_has_rotated_though_another_has_the_root_open(files: FaultyFiles) -> None:
+    machine = Machine()
+    one, other = machine.boot(files), machine.boot(files, same=True)
+    with pytest.raises(ZeroDivisionError), one:
+        for step in (1, 2, 3):
+            save(one, step)
+        raise ZeroDivisionError
+    assert steps(files) == [2, 3]
+    other.close()
+
+
 def test_a_forked_child_rotates_nothing(files: FaultyFiles, manager: CheckpointManager) -> None:
     manager._pid += 1
     assert manager.all_steps() == [1, 2, 3] and steps(files) == [1, 2, 3]
