@@ -57,7 +57,7 @@ _OWN: dict[str, str] = {
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",
-    "owned.py": "order owned rotation afterwards commit links",
+    "owned.py": "order owned rotation afterwards commit links proof/domains_saves",
     "rootdir.py": "owned patience",
     "saving/compare.py": "begin patience ranks/framework_files",
     "saving/unclaimed.py": "ranks/framework_files",
