@@ -265,8 +265,9 @@ class CheckpointManager:
 
         ``ranks``: "rank0", or "all" for a call on every rank where it was registered. It runs after every rank has the verdict:
         on the finaliser's thread for a background save, on the caller's otherwise, and the next save waits for it, while
-        ``latest`` and retention may still be behind. A "rank0" hook must not communicate with other ranks, which do not run it;
-        no hook may save, wait or close. What it raises is logged and journaled (``hook_failed``) and reaches nobody else.
+        ``latest`` and retention may still be behind. A "rank0" hook must not communicate with other ranks, which do not run it:
+        a collective of torch is refused there. No hook may save, wait or close. What it raises is logged and journaled
+        (``hook_failed``) and reaches nobody else.
         """
         self._usable()
         self._hooks.add(hook, ranks)

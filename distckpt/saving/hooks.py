@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,15 @@ from distckpt import options
 from distckpt.errors import ConfigError
 from distckpt.record import CommitRecord
 from distckpt.runtime import Runtime
+from distckpt.saving.alone import alone
 
 log = logging.getLogger(__name__)
 
 Hook = Callable[[CommitRecord], Any]
 
 RANKS = ("rank0", "all")
+_REMEDY = ("register it on every rank with manager.on_commit(hook, ranks=\"all\"), or let it set something that the training "
+           "loop acts on")
 _LIMIT = 4000
 _KEPT = 8
 
@@ -53,8 +57,10 @@ class Hooks:
             if ranks == "rank0" and self._rank != 0:
                 continue
             self._running = self._runtime.here()
+            here = nullcontext() if ranks == "all" else alone(f"the on_commit hook {_name(hook)} runs on rank 0 alone", _REMEDY)
             try:
-                hook(replace(record, metrics=dict(record.metrics)))
+                with here:
+                    hook(replace(record, metrics=dict(record.metrics)))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit too: it would end the finaliser, and mean nothing there
@@ -63,7 +69,7 @@ class Hooks:
                 self._running = None
 
     def _report(self, hook: Hook, record: CommitRecord, error: BaseException) -> None:
-        name = getattr(hook, "__qualname__", None) or type(hook).__name__
+        name = _name(hook)
         log.error("the on_commit hook %s failed for step %d on rank %d; the checkpoint is committed all the same", name,
                   record.step, self._rank, exc_info=error)
         told = {"rank": self._rank, "hook": name, "step": record.step, "attempt": record.attempt,
@@ -78,6 +84,10 @@ class Hooks:
         """For a report to rank 0: the failures it has not heard of, under their key; empty when there are none."""
         failed, self._failed = self._failed, []
         return {"hooks_failed": failed} if failed else {}
+
+
+def _name(hook: Hook) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 def journal_failures(journal: Callable[..., None], reports: dict[int, dict[str, Any]]) -> None:

@@ -46,17 +46,18 @@ _FLAKES = 4
 
 _OWN: dict[str, str] = {
     "saving/commit.py": "order commit recovery links",
-    "saving/committer.py": "begin links commit hooks proof/domains_saves ranks/framework_files ranks/disagreement ranks/decision",
+    "saving/committer.py": "begin afterwards links commit hooks proof/domains_saves ranks/framework_files "
+                            "ranks/disagreement ranks/decision",
     "saving/transaction.py": "hooks proof/domains_saves proof/stale_files ranks/framework_files ranks/decision ranks/failures",
     "saving/files.py": "rank_files links payloads",
     "saving/piecewriter.py": "rank_files syncs payloads",
     "saving/links.py": "links proof/links",
-    "saving/finaliser.py": "ranks/background_failures hooks",
+    "saving/finaliser.py": "threads ranks/background_failures hooks",
     "saving/saver.py": "begin ranks/decision ranks/failures hooks options",
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",
-    "owned.py": "order owned rotation commit links",
+    "owned.py": "order owned rotation afterwards commit links proof/domains_saves",
     "rootdir.py": "owned patience",
     "saving/compare.py": "begin patience ranks/framework_files",
     "saving/unclaimed.py": "ranks/framework_files",
@@ -73,13 +74,15 @@ _OWN: dict[str, str] = {
     "payloads/memory.py": "framework_writers framework_files",
     "recovery.py": "order recovery",
     "rotation.py": "order rotation leases",
-    "janitor.py": "order leases rotation",
+    "janitor.py": "threads order leases rotation",
     "ownership.py": "fencing ownership",
     "leases.py": "leases",
     "coordination/gate.py": "gate background",
     "coordination/rounds.py": "rounds ranks/decision",
     "coordination/group.py": "rounds bootstrap",
-    "background.py": "gate background ranks/background_failures ranks/one_step",
+    "background.py": "threads gate background ranks/background_failures ranks/one_step",
+    "afterwards.py": "threads afterwards",
+    "together.py": "together",
 }
 """The tests nearest to each file, those that take least first; of ``tests/unit`` unless they say otherwise."""
 

@@ -22,28 +22,32 @@ FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "sa
          "ordered.py", "removal.py", "owned.py", "rootdir.py", "recovery.py", "rotation.py", "janitor.py", "ownership.py",
          "leases.py", "coordination/gate.py", "coordination/rounds.py", "coordination/group.py", "background.py",
          "domains/probe.py", "domains/standing.py", "patience.py", "pace.py", "launch/ending.py", "launch/signals.py",
-         "payloads/standin.py", "payloads/memory.py")
+         "payloads/standin.py", "payloads/memory.py", "afterwards.py", "together.py")
 
-_SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable"}
+_SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable", "together"}
 _CALLS = _SYNCS | {
     "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
     "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",
     "unlink_if_there", "remove_tree",  # names
     "check", "_refuse_leased", "hold", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
     "claim", "_announce", "forget_old", "await_staging", "enter_together", "finish", "after_commit", "rotate",  # rounds
+    "catch_up", "make_room", "popleft",  # what follows a commit
     "freeze", "act", "cancel", "again", "lose",  # the gate
     "_refuse", "_require_alike", "_judge", "rmdir_if_there",  # the start
     "announce", "make_staging", "carry_out", "_publish", "_withdraw", "_finish",  # several domains
     "never_began", "unknown", "aborted", "discarded", "point_to", "put_beside", "remove_attempt", "sweep", "add",  # rank 0
     "requeue", "callback", "begin", "end"}  # the end; what a framework wrote
-_OF = {"set": {"client", "_client", "_idle", "_open"}, "clear": {"_idle", "_open"}, "append": {"_acts"}, "unlink": {"files"},
+_OF = {"set": {"client", "_client", "_idle", "_open", "_wake"}, "clear": {"_idle", "_open", "_wake"},
+       "append": {"_acts", "_queue", "again"}, "unlink": {"files"},
+       "wait": {"_wake", "janitor"}, "join": {"helper", "_thread"}, "release": {"_lock"},
        "discard": {"live", "_parts"}, "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"},
        "begin": {"memory", "_parts"}, "end": {"memory"}, "callback": {"undo"}, "remove_attempt": {"owned"}, "sweep": {"owned"},
        "add": {"live"}, "unknown": {"_committer"}, "aborted": {"_committer"}}
 """Names too common to go by alone: only of these receivers."""
 _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq", "raised",
-          "stopped", "_used"}
+          "stopped", "_used", "_stopping", "failed"}
 _CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|limit|not missing|"
+                     r"failed|acquire|"
                      r"entry\.certain|_is_plain|_overlap|_RUNNING|manager)\b")
 
 
@@ -200,6 +204,8 @@ def _called(node: ast.AST) -> str | None:
 def _marked(target: ast.expr) -> bool:
     if isinstance(target, ast.Subscript):
         target = target.value
+        if isinstance(target, ast.Name):
+            return target.id in _MARKS
     if isinstance(target, ast.Tuple):
         return any(map(_marked, target.elts))
     return isinstance(target, ast.Attribute) and target.attr in _MARKS

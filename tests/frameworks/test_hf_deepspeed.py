@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import distckpt
 from tests.frameworks import test_accelerate, test_transformers
 from tests.frameworks.stage import Stage, staged
-from tests.frameworks.story import Story
+from tests.frameworks.story import Job, Story, digest
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
@@ -49,3 +53,47 @@ def test_B31_trainer_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
         assert (root / "checkpoint-6" / "latest").read_text() == "global_step6"
         assert (root / "checkpoint-6" / "zero_to_fp32.py").exists()
         story.killed_thrice(plain, background)
+
+
+ZERO3 = {**ZERO2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
+
+def evaluates(rank: int, world: int, root: str, ranks: str) -> tuple[str, list[str]]:
+    """A hook runs the model, whose weights are spread over the ranks, as ``save_pretrained`` does with a prompt encoder."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from transformers import TrainerCallback
+
+    class Register(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            if ranks:
+                trainer.manager.on_commit(evaluate, ranks=ranks)
+
+    losses = list[str]()
+
+    def evaluate(record: distckpt.CommitRecord) -> None:
+        row = test_transformers.examples(1)[0]["input_ids"][None]
+        trainer.model_wrapped.eval()
+        with torch.no_grad():
+            losses.append(f"{float(trainer.model_wrapped(input_ids=row, labels=row).loss):.6f}")
+        trainer.model_wrapped.train()
+
+    trainer = test_transformers.made(root, Job(), deepspeed=ZERO3)
+    trainer.add_callback(Register())
+    trainer.train()
+    with GatheredParameters(list(trainer.model.parameters())):
+        return digest([parameter.detach().clone() for parameter in trainer.model.parameters()]), losses
+
+
+@pytest.mark.xdist_group("hf-deepspeed")
+def test_B58_a_forward_of_zero_3_is_for_all_ranks_and_on_rank_0_alone_is_refused_before_it_hangs(
+        stage: Stage, tmp_path: Path) -> None:
+    """transformers PR#29980. ZeRO-3 itself cannot go on after a gather that failed, so the run ends, and the journal says why."""
+    plain, both = (stage.values(2, evaluates, str(tmp_path / f"root-{ranks}"), ranks) for ranks in ("", "all"))
+    assert [weights for weights, _ in both] == [weights for weights, _ in plain]
+    assert both[0][1] == both[1][1] and len(both[0][1]) == 3
+    ends = stage.run(2, evaluates, str(tmp_path / "root"), "rank0")
+    assert not any(end.ok for end in ends)
+    journal = [json.loads(line) for line in (tmp_path / "root/.distckpt/journal/1.jsonl").read_text().splitlines()]
+    told = [event for event in journal if event["event"] == "hook_failed"]
+    assert [event["step"] for event in told] == [2]
+    assert "evaluate runs on rank 0 alone, and it called c10d." in told[0]["error"], told

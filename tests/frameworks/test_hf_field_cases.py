@@ -3,6 +3,7 @@ wrote without us, and the end of a run on the Hub."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import distckpt
 from distckpt.durable import Files, Item
@@ -159,6 +162,48 @@ def test_B58_a_hook_that_communicates_is_for_all_ranks_and_says_so(stage: Stage,
     first, second = stage.values(2, hooked, str(tmp_path / "root"), limit=60)
     assert first["all"] == second["all"] == [(2, 3.0), (4, 3.0)]
     assert (first["rank0"], second["rank0"]) == ([2, 4], [])
+
+
+def alone(rank: int, world: int, job: Job, hooked: bool) -> tuple[str, list[str]]:
+    """A hook of rank 0 talks to the other rank in every way, and then does what it may."""
+    from transformers import TrainerCallback
+
+    told, mine = list[str](), dist.new_group([0])
+
+    def talks(record: distckpt.CommitRecord) -> None:
+        one, two = torch.ones(1), torch.ones(2)
+        for call in (lambda: dist.all_reduce(one), dist.barrier, lambda: dist.broadcast_object_list(["x"], src=0),
+                     lambda: dist.send(one, 1), lambda: dist.all_gather_into_tensor(two, one), lambda: spread.full_tensor(),
+                     lambda: (spread @ spread).sum().item(), lambda: trainer.accelerator.gather(one)):
+            with pytest.raises(ConfigError, match=r"talks runs on rank 0 alone, and it called \w+\.\w+ in a group of 2 ranks"):
+                call()
+        dist.all_reduce(one, group=mine)
+        told.append(f"{record.step}: {float(one @ one)}")
+        dist.barrier()
+
+    class Register(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            if hooked:
+                trainer.manager.on_commit(talks)
+
+    spread = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    trainer = made(job.root, job)
+    trainer.add_callback(Register())
+    trainer.train()
+    return final(trainer.model), told
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_B58_a_hook_of_rank_0_alone_cannot_talk_and_training_does_not_hear_it(
+        stage: Stage, tmp_path: Path, background: bool) -> None:
+    """Unrefused, its all-reduce is met by one of DDP's own, and both ranks train on with a wrong gradient."""
+    jobs = [Job(str(tmp_path / name), background=background) for name in ("plain", "hooked")]
+    plain, hooked = (stage.values(2, alone, job, job is jobs[1], limit=60) for job in jobs)
+    assert [weights for weights, _ in hooked] == [weights for weights, _ in plain]
+    assert [told for _, told in hooked] == [["2: 1.0", "4: 1.0", "6: 1.0"], []]
+    journal = [json.loads(line) for line in (tmp_path / "hooked/.distckpt/journal/1.jsonl").read_text().splitlines()]
+    assert [(e["step"], "it called c10d.barrier" in e["error"]) for e in journal if e["event"] == "hook_failed"] == [
+        (2, True), (4, True), (6, True)]
 
 
 # -- what Trainer wrote by itself ----------------------------------------------------------------------------------------

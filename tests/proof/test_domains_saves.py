@@ -19,6 +19,7 @@ from distckpt.layout import Layout
 from distckpt.saving import commit
 from distckpt.testing import faults
 from distckpt.testing.checker import ABORTED, COMMITTED
+from distckpt.testing.scheduler import Task
 from distckpt.testing.simnodes import Nodes
 from distckpt.testing.simulation import ROOT, Simulation, State, Told
 from scripts.proof.scenarios import bytes_of
@@ -275,6 +276,42 @@ def test_no_room_on_another_nodes_disk_is_told_before_anybody_writes() -> None:
         assert "the disk is too full on rank 2 (host-2)" in text and "10 bytes are free" in text and free == 10 < needed, text
     assert [path for disk in nodes.nodes for path in disk.snapshot() if "step-2" in path] == []
     assert standing(nodes)[0] == standing(nodes)[2]
+
+
+class _Late:
+    """Who rotates and who deletes goes on only when nobody else can."""
+
+    def born(self, task: Task) -> None:
+        return None
+
+    def choose(self, ready: list[Task], current: Task | None) -> Task:
+        first = [task for task in ready if task.name not in ("afterwards", "janitor")] or ready
+        return current if current is not None and current in first else first[0]
+
+
+@pytest.mark.parametrize("look", ["free", "mkdir"])
+def test_another_nodes_share_begins_when_its_own_disk_has_back_what_the_last_rotation_frees(look: str) -> None:
+    """Both when it says what room it has, and when it makes its directory: at most one more stands than retention says."""
+    nodes = Nodes(2, keep=1, policy=lambda seed: _Late())
+    disk, seen = nodes.nodes[1], list[bool]()
+
+    def free(path: str) -> int:
+        stand = {part for name in disk.snapshot() for part in ("step-1", "step-2") if f"/{part}" in name}
+        seen.append(len(stand) == 2)
+        return 10 if len(stand) == 2 else 1 << 40
+
+    def program(manager: Told, rank: int) -> None:
+        manager._rotated = lambda: None  # type: ignore[method-assign]  # as the finaliser begins, which is not the caller
+        saves(1, 2, 3)(manager, rank)
+
+    if look == "free":
+        disk.free = free  # type: ignore[method-assign]
+    fault = faults.call(lambda operation: seen.append(LAYOUT.final("step-1") in disk.snapshot()), op="mkdir",
+                        path=lambda path: look == "mkdir" and path.endswith("/step-3"))
+    run = nodes.job(program, file_faults={1: [fault]})
+    assert run.errors == {}, run.errors
+    assert seen[-1] is False and (look == "mkdir" or True in seen), "the rotation was not late"
+    assert standing(nodes) == [["step-3"]] * 2
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------

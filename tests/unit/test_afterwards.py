@@ -17,7 +17,9 @@ from distckpt.errors import DiskFull, SaveError
 from distckpt.layout import Layout
 from distckpt.manager import CheckpointManager
 from distckpt.options import Seams, Timeouts
+from distckpt.payloads.base import Ranks
 from distckpt.runtime import SYSTEM
+from distckpt.saving.files import RankFiles
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
 from tests.onerank import Blob, Machine, tidy
@@ -75,6 +77,17 @@ def test_who_looks_next_sees_what_retention_says(files: FaultyFiles, manager: Ch
     assert steps(files) == [2, 3] and pointer(files) == "step-3"
 
 
+def test_who_leaves_by_an_exception_has_rotated_though_another_has_the_root_open(files: FaultyFiles) -> None:
+    machine = Machine()
+    one, other = machine.boot(files), machine.boot(files, same=True)
+    with pytest.raises(ZeroDivisionError), one:
+        for step in (1, 2, 3):
+            save(one, step)
+        raise ZeroDivisionError
+    assert steps(files) == [2, 3]
+    other.close()
+
+
 def test_a_forked_child_rotates_nothing(files: FaultyFiles, manager: CheckpointManager) -> None:
     manager._pid += 1
     assert manager.all_steps() == [1, 2, 3] and steps(files) == [1, 2, 3]
@@ -102,6 +115,25 @@ def test_the_rotation_comes_after_the_commit_and_never_after_a_failure(files: Fa
     moved = len(moves(files))
     tidy(manager)
     assert len([o for o in moves(files)[moved:] if "/step-" in o.path and "/staging/" not in o.path]) == 0
+
+
+class _WithTool(Blob):
+    def write(self, files: RankFiles, ranks: Ranks) -> None:
+        super().write(files, ranks)
+        with files.writer("tool.py", exact=True) as out:
+            out.write(b"a tool")
+        files.beside("tool.py")
+
+
+def test_latest_has_left_what_goes_and_the_tools_are_there_before_anything_goes(
+        files: FaultyFiles, manager: CheckpointManager) -> None:
+    """A rotation may hang, or the job be killed in it: ``latest`` must not name what is gone by then."""
+    tidy(manager)
+    before = len(files.log)
+    manager.save(4, _WithTool("4"), meta={"text": "4"})
+    tidy(manager)
+    made = [o.other for o in files.log[before:] if o.op == "rename" and not o.other.endswith("/status.json")]
+    assert made[:3] == [LAYOUT.final("step-4"), LAYOUT.pointer, f"{ROOT}/tool.py"] and "/trash/1/step-2." in made[3], made
 
 
 def test_a_failed_rotation_is_a_warning_and_is_tried_again_after_the_next_save(

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import distckpt
-from distckpt.errors import SaveError, StepAlreadyExists
+from distckpt.errors import DiskFull, SaveError, StepAlreadyExists
 from distckpt.layout import Layout
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
 from distckpt.testing import checker, faults
+from distckpt.testing.scheduler import Delays
 from distckpt.testing.simulation import ROOT, Simulation, State, Told, tree_of
 from tests.inprocess import Job, same_error, staged, tree, write
 
@@ -79,6 +80,22 @@ def test_a_staging_directory_that_could_not_be_made_leaves_nothing() -> None:
 
     fault = faults.fail(errno.EIO, op="mkdir", path=lambda path: path.endswith("/step-1"))
     assert simulation.job(program, file_faults={0: [fault]}).errors == {} and left == [[], []]
+
+
+def test_the_room_of_an_attempt_that_found_the_disk_full_is_back_when_its_error_is_raised() -> None:
+    """The caller's next move may be a smaller save, at once; and nobody but the caller runs until he waits."""
+    simulation, left = Simulation(2, policy=lambda seed: Delays({})), list[list[str]]()
+    layout = Layout.at(ROOT)
+
+    def program(manager: Told, rank: int) -> None:
+        with pytest.raises(DiskFull):
+            manager.save(1, State(b"x"))
+        if rank == 0:
+            left.append([item.name for place in (layout.staging(1), layout.trash(1)) for item in simulation.files.scan(place)
+                         if item.kind == "dir"])
+
+    fault = faults.fail(errno.ENOSPC, op="write", path="/step-1/")
+    assert simulation.job(program, file_faults={0: [fault]}).errors == {} and fault.fired and left == [[]]
 
 
 @pytest.mark.parametrize("torn", [False, True])

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils import _python_dispatch
 
 import distckpt
 from distckpt.errors import ConfigError
+from distckpt.saving.alone import alone
 from tests.inprocess import Job, await_, events, values
 
 STATE = {"w": torch.arange(1000, dtype=torch.float32)}
@@ -157,3 +160,33 @@ def test_registering_is_checked_and_gives_the_hook_back(tmp_path: Path) -> None:
             manager.on_commit(3)  # type: ignore[arg-type]
         manager.save(1, STATE)
     assert events(tmp_path / "root", "hook_failed") == []
+
+
+def test_a_hook_alone_leaves_no_trace_in_what_other_threads_go_by() -> None:
+    """torch notes for all threads that one of them is in a mode, and compiles nothing then."""
+    class Theirs(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    inside, go, values = threading.Event(), threading.Event(), list[float]()
+
+    def hook() -> None:
+        with alone("the hook runs on rank 0 alone", "let it be"):
+            inside.set()
+            assert go.wait(20)
+            one = torch.ones(1)
+            dist.all_reduce(one)  # nobody else is in the group
+            values.append(float(one))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        thread = threading.Thread(target=hook)
+        with Theirs():  # type: ignore[no-untyped-call]
+            thread.start()
+            assert inside.wait(20)
+        go.set()
+        thread.join(20)
+    finally:
+        dist.destroy_process_group()
+    assert values == [1.0]
+    assert not _python_dispatch.is_in_torch_dispatch_mode()

@@ -68,13 +68,20 @@ def test_where_no_thread_can_be_made_the_caller_does_it_all() -> None:
 
 
 class _Interrupted(SystemRuntime):
-    """The first wait for one of its threads is interrupted, when all of them are at work."""
+    """The first wait for one of its threads is interrupted. Each of them may end once somebody waits for it to its end."""
 
     def __init__(self) -> None:
         self.waited = 0
+        self.here = threading.local()
 
     def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
-        thread, runtime = super().thread(name, target, daemon), self
+        runtime, may_end = self, threading.Event()
+
+        def run() -> None:
+            runtime.here.may_end = may_end
+            target()
+
+        thread = super().thread(name, run, daemon)
 
         class Waited:
             is_alive = thread.is_alive
@@ -83,29 +90,49 @@ class _Interrupted(SystemRuntime):
                 runtime.waited += 1
                 if runtime.waited == 1:
                     raise KeyboardInterrupt
+                may_end.set()
                 thread.join(timeout)
 
         return Waited()
 
 
-def test_an_interrupt_is_raised_when_nothing_is_under_way_any_more_and_nothing_more_was_begun() -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_an_interrupt_is_raised_when_nothing_is_under_way_any_more_and_nothing_more_was_begun(number: int) -> None:
+    """Where the caller itself ran out of descriptors, the others were to do the rest until the interrupt came."""
     runtime, inside, begun, lock = _Interrupted(), [0], [0], threading.Lock()
-    main, all_in, waits = threading.get_ident(), threading.Barrier(16, timeout=20), threading.Event()
+    main, all_in = threading.get_ident(), threading.Barrier(16, timeout=20)
 
     def do(item: int) -> None:
         with lock:
             inside[0], begun[0] = inside[0] + 1, begun[0] + 1
-        all_in.wait()
+        if item < 16:
+            all_in.wait()
         if threading.get_ident() == main:
-            waits.set()
-            raise OSError(errno.EIO, "of the caller's own")
-        assert waits.wait(20)
+            raise OSError(number, "of the caller's own")
+        assert runtime.here.may_end.wait(20)
         with lock:
             inside[0] -= 1
 
     with pytest.raises(KeyboardInterrupt):
         together(runtime, do, list(range(1000)))
     assert inside == [1] and begun == [16], "the caller's own has failed, the others have ended"
+
+
+def test_an_interrupt_while_the_threads_are_started_is_raised_and_the_caller_begins_nothing() -> None:
+    class Interrupted(SystemRuntime):
+        def __init__(self) -> None:
+            self.begun: list[Thread] = []
+
+        def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+            if len(self.begun) == 3:
+                raise KeyboardInterrupt
+            self.begun.append(super().thread(name, target, daemon))
+            return self.begun[-1]
+
+    runtime, who = Interrupted(), set[int]()
+    with pytest.raises(KeyboardInterrupt):
+        together(runtime, lambda item: who.add(threading.get_ident()), list(range(1000)))
+    assert threading.get_ident() not in who and not any(thread.is_alive() for thread in runtime.begun)
 
 
 def test_an_interrupt_comes_before_errors_and_of_several_errors_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
