@@ -1,4 +1,4 @@
-"""``scripts/slurm-cluster``: what it brings up is gone after ``down``. On a cluster of its own, beside the one of the other tests."""
+"""``scripts/slurm-cluster``: what it brings up is gone after ``down``. On a cluster of its own beside that of the other tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def processes() -> set[str]:
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            name, told = (path / "comm").read_text().strip(), (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            name = (path / "comm").read_text().strip()
+            told = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended meanwhile, or is not root's to look at
         if f"{OWN}".encode() in told:
@@ -38,11 +39,12 @@ def processes() -> set[str]:
 
 
 def traces() -> set[str]:
-    """What a cluster can leave on this machine. Mounts and processes are those that name it, as other tests make some meanwhile."""
+    """What a cluster can leave on this machine. Mounts and processes: those that name it, as other tests make some meanwhile."""
     links = [path.name for path in Path("/sys/class/net").iterdir()]
-    mounts = [" ".join(line.split()[:2]) for line in Path("/proc/mounts").read_text().splitlines() if "distckpt" in line]
+    mounts = [line.split()[:2] for line in Path("/proc/mounts").read_text().splitlines() if "distckpt" in line]
     files = [path for path in (*Path("/run").iterdir(), Path("/node-local")) if path.exists()]
-    return {*(f"link {name}" for name in links), *(f"mount {line}" for line in mounts), *map(str, files), *processes()}
+    return {*(f"link {name}" for name in links), *(f"mount {what} {where}" for what, where in mounts), *map(str, files),
+            *processes()}
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ def test_B117_B120_B121_a_preempted_job_saves_one_step_is_requeued_once_and_goes
     job.until("the signal on every rank", job.files("signalled", WORLD))
     job.cancel(*to, "--signal=USR1")  # an operator's, and then SLURM's own: the job script waits on
     (tmp_path / "go").touch()
-    job.until("the end", lambda: job.field("JobState") == "COMPLETED")
+    job.until("the end of every rank of the second run", job.files("run-1", WORLD))
+    job.over()
 
     first, second = reports(job, 0), reports(job, 1)
     assert {(r["kind"], r["world"], r["job"]) for r in first + second} == {(launcher, WORLD, f"slurm:{job.number}")}
