@@ -22,12 +22,13 @@ RUN = Path(os.environ.get("DISTCKPT_SLURM_RUN", "/run/distckpt-slurm"))
 CONF = str(RUN / "slurm.conf")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
-# How long SLURM may take for what is its own: a job's state, after its ranks have ended. On a loaded machine it took longer than
-# 107 s, twice in all CI runs, without a lost node: its timeouts are a minute each (a message that got lost is sent again after
-# KillWait + 2 x MessageTimeout = 65 s, a step waits 60 s for the daemon of another node), and it may need more than one. What is
-# ours has LIMIT, by events of our own: files that ranks leave.
+# How long SLURM may take for what is its own: a job's state, after its ranks have ended. On a loaded machine, with every node
+# alive, that was over 60 s once, and over 107 s once, in all CI runs. Its patience is of that order: what got lost it says again
+# after KillWait + 2 x MessageTimeout = 65 s, a step's daemon waits 60 s for the one of another node, and srun reads one message
+# at a time, for up to 8 x MessageTimeout = 240 s each. What is ours has LIMIT, by events of our own: files that ranks leave.
 BOOKKEEPING = 400.0
 LIMIT = 150.0
+NOISE = re.compile(r"SLURM_RLIMIT|: init: |task_p_|INFO|_get_fed|dump_part|select_p_job_test|io_init_msg|_try_sched")
 LATE = 90.0  # a wait that takes longer than that shows what SLURM was at, as a warning when it was not in vain
 
 
@@ -106,7 +107,7 @@ class Cluster:
 
         def words(path: Path) -> str:
             """The last ones, and the last ones on this job."""
-            lines = path.read_text(errors="replace").splitlines()
+            lines = [line for line in path.read_text(errors="replace").splitlines() if not NOISE.search(line)]
             named = re.compile(rf"(\b(JobId=|StepId=|[Jj]ob(id)? )|\[){job.number}\b")
             kept = {n for n, line in enumerate(lines) if named.search(line)}
             wanted = sorted({*sorted(kept)[-60:], *range(max(0, len(lines) - 15), len(lines))})
@@ -115,7 +116,8 @@ class Cluster:
         nodes = sorted(path.parent.name for path in RUN.glob("n*/boot.log"))
         shown = [show("squeue"), show("sinfo", "--Node", "--long"), show("scontrol", "show", "job", job.number)]
         shown += [words(path) for path in (RUN / "slurmctld.log", *sorted(RUN.glob("n*/slurmd.log")))]
-        shown += [show(SCRIPT, "exec", node, "ps", "-eo", "pid,ppid,stat,etime,wchan:20,args", "--forest") for node in nodes]
+        for look in (("ps", "-eo", "pid,ppid,stat,etime,wchan:20,args", "--forest"), ("ss", "-tanp", "exclude", "time-wait")):
+            shown += [show(SCRIPT, "exec", node, *look) for node in nodes]
         return "\n".join(shown)
 
     def end(self, job: Job) -> None:
