@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from tests.slurm.conftest import Cluster
-from tests.slurm.test_schedules import RUN
+from tests.slurm.conftest import RUN, Cluster
 
 SCRIPT = """#!/usr/bin/env bash
 doctor() { echo "== $1"; shift; "$@"; echo "code $?"; }
@@ -26,7 +25,7 @@ def test_in_a_job_script_the_exit_code_is_what_the_training_depends_on(cluster: 
     shared, local = tmp_path / "root", f"/node-local/{uuid.uuid4().hex[:8]}"
     job = cluster.submit(tmp_path, str(tmp_path / "job.sbatch"), "--nodes=2", "--ntasks-per-node=1", "--output=job.out",
                          SHARED=str(shared), LOCAL=f"{local}/root")
-    job.until("the end", lambda: job.field("JobState") == "FAILED")
+    job.over("FAILED")
     assert job.field("ExitCode") == "7:0", job.output()
     told = {part.split("\n", 1)[0]: part for part in job.output().split("== ")[1:]}
 

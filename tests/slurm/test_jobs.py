@@ -19,10 +19,6 @@ def submit(cluster: Cluster, folder: Path, *options: str, total: int = TOTAL, **
                           ARGS=f"{folder} {total}", **variables)
 
 
-def over(job: Job, state: str = "COMPLETED") -> None:
-    job.until(f"the end, {state}", lambda: job.field("JobState") == state)
-
-
 def report(folder: Path, run: int, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"run-{run}.rank-{rank}.json").read_text())
     return found
@@ -43,7 +39,7 @@ def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(clu
     for folder in tasks:
         (folder / "go").touch()
     for job in jobs:
-        over(job)
+        job.over()
     assert [job.field("Restarts") for job in jobs] == ["1" if n == stopped else "0" for n in (0, 1)]
     assert report(tasks[1 - stopped], 0)["ended"] == TOTAL + 60
     first, second = report(tasks[stopped], 0), report(tasks[stopped], 1)
@@ -56,7 +52,7 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
     job = submit(cluster, tmp_path, HOLD="save")
     job.until("every rank in the middle of a save", job.files("at", 4))
     cluster.run("scontrol", "requeue", job.number)
-    over(job)
+    job.over()
     assert job.field("Restarts") == "1" and not (tmp_path / "run-0.rank-0.json").exists()
     again = [report(tmp_path, 1, rank) for rank in range(4)]
     assert [(r["started"], r["ended"]) for r in again] == [(HELD, TOTAL)] * 4
@@ -77,7 +73,7 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) ->
         job.cancel()
     (saving / "go").touch()
     for job in (able, unable):
-        over(job, "CANCELLED")
+        job.over("CANCELLED")
         assert "told to stop" in job.output() and "is started again" not in job.output() and job.field("Restarts") == "0"
     first = report(saving, 0)
     assert "SIGTERM on rank" in first["stopped"] and (saving / f"root/step-{first['ended']}/commit.json").exists()
@@ -102,12 +98,12 @@ def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_ti
     (tmp_path / "go").touch()
     alone = ("--nodes=1", "--ntasks-per-node=1")
     job = submit(cluster, tmp_path, *alone, total=16, STOP_GRACE="2", STEP_SECONDS="1.2")
-    over(job)
+    job.over()
     warning = "this job is killed 2 s after a stop signal, and a stop takes up to"
     assert job.output().count(warning) == 1 and "twice a step of" in job.output()
     (tmp_path / "again").mkdir()
     again = submit(cluster, tmp_path / "again", *alone, total=16, STOP_GRACE="2", ROOT=f"{tmp_path}/root")
-    over(again)
+    again.over()
     assert again.output().count(warning) == 1 and "twice a step of" in again.output(), "without a step"
 
 
@@ -122,7 +118,7 @@ def test_a_heterogeneous_job_of_one_step_is_requeued_as_one(cluster: Cluster, tm
     job.until("every rank in the middle of a step", job.files("at", 3))
     job.cancel("--signal=USR1")
     (tmp_path / "go").touch()
-    over(job)
+    job.over()
     assert job.field("Restarts") == "1"
     for rank in range(3):
         first, second = report(tmp_path, 0, rank), report(tmp_path, 1, rank)

@@ -71,11 +71,13 @@ def test_B117_B120_B121_a_preempted_job_saves_one_step_is_requeued_once_and_goes
     job.until("the signal on every rank", job.files("signalled", WORLD))
     job.cancel(*to, "--signal=USR1")  # an operator's, and then SLURM's own: the job script waits on
     (tmp_path / "go").touch()
-    job.until("the end", lambda: job.field("JobState") == "COMPLETED")
+    job.until("the end of every rank of the second run", job.files("run-1", WORLD))
+    job.over()
 
     first, second = reports(job, 0), reports(job, 1)
     assert {(r["kind"], r["world"], r["job"]) for r in first + second} == {(launcher, WORLD, f"slurm:{job.number}")}
     assert {r["host"] for r in first} == {"n1", "n2"}
+    assert {r["cpus"] for r in first + second} == {job.field("CPUs/Task")}, "what sbatch was asked for, srun is"
     stopped = first[0]["ended"]
     assert stopped > HELD and {(r["started"], r["ended"]) for r in first} == {(0, stopped)}, "all ranks left at the same step"
     assert len({r["stopped"] for r in first}) == 1 and "SIGUSR1 on rank" in first[0]["stopped"]

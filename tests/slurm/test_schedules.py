@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import OVER, SCRIPT, Cluster
+from tests.slurm.conftest import LIMIT, OVER, RUN, SCRIPT, Cluster
 from tests.slurm.steps import HELD
-from tests.slurm.test_jobs import TOTAL, over, report, submit
-
-RUN = Path("/run/distckpt-slurm")
+from tests.slurm.test_jobs import TOTAL, report, submit
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def folder_of(tmp_path: Path, name: str) -> Path:
     return tmp_path / name
 
 
-def wait(what: str, seen: Callable[[], bool], limit: float = 150.0) -> None:
+def wait(what: str, seen: Callable[[], bool], limit: float = LIMIT) -> None:
     """For what happens after the job: AssertionError when it does not."""
     end = time.monotonic() + limit
     while not seen():
@@ -91,7 +89,7 @@ def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_
     assert "rank 0 had published, so the next start publishes its share as well" in (after.folder / "error-0.rank-0").read_text()
     power("start", "n2")
     for job in (shared, after, before):
-        over(job)
+        job.over()
     assert report(shared.folder, int(shared.field("Restarts")))["started"] == HELD
     for job, root, expected, generation in ((after, decided, HELD + 1, 1), (before, undecided, HELD, 2)):
         restarts = int(job.field("Restarts"))
@@ -108,7 +106,7 @@ def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_
     power("start", "n2", "--empty")
     replaced = submit(cluster, folder_of(tmp_path, "replaced"), "--ntasks-per-node=1", ROOT=decided, STORAGE="node-local",
                       RETRIES="0", total=TOTAL + 1)
-    over(replaced, "FAILED")
+    replaced.over("FAILED")
     for rank in (0, 1):
         error = (replaced.folder / f"error-0.rank-{rank}").read_text()
         assert f"n2 holds no checkpoint of this run, and n1 has 3, the newest of step {TOTAL}: a node that was replaced" in error
@@ -128,7 +126,7 @@ def test_s5_zombies_that_wake_after_the_takeover_publish_nothing(cluster: Cluste
     power("exec", node, "kill", "-STOP", (RUN / node / "slurmd.pid").read_text().strip(), *pids)
     for job in jobs.values():
         job.until("started on the other node", lambda job=job: job.field("Restarts") == "1")  # type: ignore[misc]
-        over(job)
+        job.over()
     before = {hold: contents(job.folder / "root") for hold, job in jobs.items()}
     for job in jobs.values():
         assert not list(job.folder.glob("error-0.*"))
@@ -157,17 +155,17 @@ def test_s6_two_jobs_at_once_on_one_root_and_the_one_that_loses_is_told_whose_it
     refused = [job.files("error-0", 2) for job in jobs]
     jobs[0].until("one of them is refused", lambda: any(seen() for seen in refused) or jobs[1].field("JobState") in OVER)
     loser, winner = jobs if refused[0]() else reversed(jobs)
-    over(loser, "FAILED")
+    loser.over("FAILED")
     winner.until("every rank in the middle of a step", winner.files("at", 2))
     for rank in (0, 1):
         error = (loser.folder / f"error-0.rank-{rank}").read_text()
         assert "is in use: its live writer is pid" in error
         assert f"on {winner.field('NodeList')}, job slurm:{winner.number}, since" in error
     (winner.folder / "go").touch()
-    over(winner)
+    winner.over()
     third = submit(cluster, loser.folder, "--nodes=1", f"--nodelist={loser.field('NodeList')}", total=TOTAL + 1,
                    ROOT=f"{tmp_path}/root")
-    over(third)
+    third.over()
     assert (report(third.folder, 0)["started"], report(third.folder, 0)["ended"]) == (TOTAL, TOTAL + 1)
     assert report(third.folder, 0)["kind"] == "slurm"
 
@@ -176,12 +174,12 @@ def test_s10_which_nodes_see_which_storage_and_a_shared_root_is_one_domain(clust
     apart = submit(cluster, folder_of(tmp_path, "apart"), ROOT=local(), RETRIES="0")
     joined = submit(cluster, folder_of(tmp_path, "joined"), ROOT=f"{tmp_path}/root", STORAGE="node-local")
     (joined.folder / "go").touch()
-    over(apart, "FAILED")
+    apart.over("FAILED")
     for rank in range(4):
         error = (apart.folder / f"error-0.rank-{rank}").read_text()
         assert "Fine on: n1 (ranks 0-1, on /node-local); on another storage: n2 (ranks 2-3, on /node-local)." in error
         assert "pass storage='node-local'" in error
-    over(joined)
+    joined.over()
     found = markers(tmp_path / "root")
     assert set(found) == {f"step-{TOTAL - n}" for n in range(3)} and all("part" not in head for head in found.values())
     assert len(list((tmp_path / "root" / f"step-{TOTAL}").glob("state.rank-*"))) == 4

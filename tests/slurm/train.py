@@ -142,7 +142,8 @@ def main(kind: str, folder: Path) -> int:
         torch.distributed.init_process_group("gloo")
     signal.signal(signal.SIGUSR1, lambda *ignored: (folder / f"signalled.{launch.rank}").touch())
     seen, manager = train(kind, launch.rank, folder)
-    seen.update(kind=launch.kind, restart=launch.restart, local=[launch.local_rank, launch.local_world], job=launch.job)
+    seen.update(kind=launch.kind, restart=launch.restart, local=[launch.local_rank, launch.local_world], job=launch.job,
+                cpus=os.environ.get("SRUN_CPUS_PER_TASK"))
     (folder / f"run-{launch.restart}.rank-{launch.rank}.json").write_text(json.dumps(seen))
     return distckpt.launch.finish(manager)
 
