@@ -65,6 +65,9 @@ class Janitor:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        # Unlinking is the kernel's work, some 50 us of a core for each file, and training must not queue behind it. The threads
+        # that help inherit the priority. It changes no order, and who waits for the room, or closes, leaves them its own core.
+        self._runtime.give_way()
         while True:
             with self._lock:
                 now = self._runtime.monotonic()

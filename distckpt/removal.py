@@ -21,8 +21,9 @@ _NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 _VANISHED = (errno.ENOENT, errno.ESTALE)
 """Somebody else removed it. Should the mount itself be stale, ``rmdir`` of what holds it says so."""
 
-_THREADS = 8
-"""A file system frees the space of several files at once, but each call waits until its own is free."""
+_THREADS = 4
+"""A file system frees the space of several files at once, but each call waits until its own is free. Eight are no faster on a
+local disk, and take the cores from the training loop (README, "How fast, and why")."""
 
 
 def remove_tree(files: Files, root: str, path: str, runtime: Runtime | None = None) -> None:

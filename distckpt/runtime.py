@@ -20,6 +20,12 @@ from typing import Any, Protocol
 
 from distckpt.launch.environment import detect
 
+log = logging.getLogger(__name__)
+
+NICE = 10
+"""What a thread that gives way is set to: a ninth of the others' share where there are fewer cores than threads to run. Not
+19, a seventieth: it may be taken off its core while it holds the interpreter's lock, and training waited 100 ms for it then."""
+
 
 class Event(Protocol):
     def set(self) -> None: ...
@@ -92,6 +98,7 @@ class Runtime(Protocol):
     def lock(self) -> Lock: ...
     def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread: ...
     def here(self) -> int: ...
+    def give_way(self) -> None: ...
     def lifeline(self) -> Callable[[], bool]: ...
     def exit_now(self, code: int) -> None: ...
     def token(self, size: int) -> str: ...
@@ -151,6 +158,16 @@ class SystemRuntime:
     def here(self) -> int:
         """What tells the calling thread from every other one of this process."""
         return threading.get_ident()
+
+    def give_way(self) -> None:
+        """Let the calling thread, and those it starts from now on, have a core when the others leave one. There is no way back
+        for an ordinary user. Off Linux this would be the whole process's, so it is not done there: only speed hangs on it."""
+        if sys.platform == "linux":
+            me = threading.get_native_id()
+            try:
+                os.setpriority(os.PRIO_PROCESS, me, max(os.getpriority(os.PRIO_PROCESS, me), NICE))
+            except OSError as error:
+                log.debug("this thread runs at the priority of the others: %s", error)
 
     def lifeline(self) -> Callable[[], bool]:
         """A test of whether the program still runs: its main thread, or the thread that calls this, which may train on after it.

@@ -148,6 +148,9 @@ class VirtualRuntime:
     def here(self) -> int:
         return threading.get_ident()
 
+    def give_way(self) -> None:
+        """Its threads run on the test's own, which keeps its priority."""
+
     def lifeline(self) -> Callable[[], bool]:
         return lambda: True
 

@@ -145,6 +145,9 @@ class SimRuntime:
     def here(self) -> int:
         return id(self._scheduler.current)
 
+    def give_way(self) -> None:
+        """The scheduler gives the turns, whatever a thread asks for."""
+
     def lifeline(self) -> Callable[[], bool]:
         main = self._process.main
         return lambda: main is not None and not main.done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +20,7 @@ from distckpt.layout import Layout
 from distckpt.manager import CheckpointManager
 from distckpt.options import Seams, Timeouts
 from distckpt.payloads.base import Ranks
-from distckpt.runtime import SYSTEM
+from distckpt.runtime import NICE, SYSTEM
 from distckpt.saving.files import RankFiles
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
@@ -278,3 +280,24 @@ def test_a_background_save_is_done_before_its_rotation_and_the_next_one_begins_a
         assert files.log.index(moves(files)[0]) < files.log.index(files.operations("mkdir", "/step-3")[0])
         manager.wait()
         assert steps(REAL, str(tmp_path / "run")) == [3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_deletion_gives_way_to_training_and_nothing_else_does(tmp_path: Path) -> None:
+    """The caller's own thread, and the one that moves and syncs, stay as they are: somebody may wait for them."""
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: dict[str, set[int]] = {"unlink": set(), "rename": set()}
+    files = FaultyFiles(REAL, *(call(lambda o: seen[o.op].add(priority()), op=op, path="/trash/1/step-1.", forever=True)
+                                for op in seen))
+    before = priority()
+    with CheckpointManager(tmp_path / "run", keep_last=1, seams=Seams(files=files)) as manager:
+        for step in (1, 2):
+            with manager.saving(step) as work:
+                for number in range(50):
+                    Path(work.path, f"{number}.bin").write_bytes(b"x")
+        manager.wait()
+        assert manager._owned is not None and manager._owned.janitor.wait(LIMIT)
+    assert len(files.operations("unlink", "/trash/1/step-1.")) == 51, "the marker and the files"
+    assert seen == {"unlink": {max(before, NICE)}, "rename": {before}} and priority() == before

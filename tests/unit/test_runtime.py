@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from distckpt.runtime import SYSTEM, Identity, SystemRuntime
+from distckpt.runtime import NICE, SYSTEM, Identity, SystemRuntime
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
 
 
@@ -130,3 +131,40 @@ def test_a_virtual_thread_with_nothing_to_do_is_taken_off_and_the_main_one_would
     assert runtime.run("idle") is False
     with pytest.raises(RuntimeError, match="waits for ever"):
         wake.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+@pytest.mark.parametrize(("mine", "then"), [(0, NICE), (NICE + 5, NICE + 5)])
+def test_a_thread_that_gives_way_takes_those_it_starts_with_it_and_nobody_else(mine: int, then: int) -> None:
+    """Never upwards: an ordinary user may not, and a job that was started at the lowest priority is meant to have it."""
+    seen = list[int]()
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(mine, before))
+        SYSTEM.give_way()
+        seen.append(priority())
+        SYSTEM.thread("inner", lambda: seen.append(priority())).join()
+
+    before = priority()
+    SYSTEM.thread("outer", run).join()
+    assert seen == [max(then, before)] * 2 and priority() == before
+
+
+def test_a_priority_that_cannot_be_lowered_is_no_error_and_elsewhere_it_would_be_the_processs(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def refused(which: int, who: int, priority: int) -> None:
+        asked.append(priority)
+        raise PermissionError(errno.EPERM, "by the container's filter")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    monkeypatch.setattr(sys, "platform", "linux")
+    SYSTEM.give_way()
+    assert len(asked) == 1
+    monkeypatch.setattr(sys, "platform", "darwin")
+    SYSTEM.give_way()
+    assert len(asked) == 1
