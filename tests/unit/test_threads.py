@@ -134,7 +134,7 @@ def messenger(machine: Machine) -> None:
     one = _Messenger(lambda: machine.client(store), machine, None, None)
     for number in (1, 2):
         one.tell(Act("save", str(number)))
-        here.wait([news_key(number - 1)], SECONDS)
+        assert here.wait([news_key(number - 1)], SECONDS), "nobody has heard of it"
     one.tell(Act("save", "3"))
     one.stop(SECONDS)
     told = [value["reason"] for value in here.get([news_key(number) for number in range(3)])]
