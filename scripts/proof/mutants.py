@@ -75,7 +75,7 @@ _OWN: dict[str, str] = {
     "recovery.py": "order recovery",
     "rotation.py": "order rotation leases",
     "janitor.py": "threads order leases rotation",
-    "ownership.py": "fencing ownership",
+    "ownership.py": "threads fencing ownership",
     "leases.py": "leases",
     "coordination/gate.py": "gate background",
     "coordination/rounds.py": "rounds ranks/decision",

@@ -45,7 +45,7 @@ _OF = {"set": {"client", "_client", "_idle", "_open", "_wake"}, "clear": {"_idle
        "add": {"live"}, "unknown": {"_committer"}, "aborted": {"_committer"}}
 """Names too common to go by alone: only of these receivers."""
 _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closing", "highest_seq", "raised",
-          "stopped", "_used", "_stopping", "failed"}
+          "stopped", "_used", "_stopping", "_job", "failed"}
 _CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|limit|not missing|"
                      r"failed|acquire|"
                      r"entry\.certain|_is_plain|_overlap|_RUNNING|manager)\b")

@@ -19,6 +19,8 @@ from distckpt.coordination.store import Client
 from distckpt.janitor import Janitor
 from distckpt.layout import Layout
 from distckpt.leases import Watch
+from distckpt.ownership import BEAT, Ownership
+from distckpt.rootdir import make_root
 from distckpt.runtime import Event, Identity
 from distckpt.saving.finaliser import Finaliser
 from distckpt.testing.explore import Delayed, schedules
@@ -132,7 +134,7 @@ def messenger(machine: Machine) -> None:
     one = _Messenger(lambda: machine.client(store), machine, None, None)
     for number in (1, 2):
         one.tell(Act("save", str(number)))
-        here.wait([news_key(number - 1)], SECONDS)
+        assert here.wait([news_key(number - 1)], SECONDS), "nobody has heard of it"
     one.tell(Act("save", "3"))
     one.stop(SECONDS)
     told = [value["reason"] for value in here.get([news_key(number) for number in range(3)])]
@@ -152,6 +154,25 @@ def janitor(machine: Machine) -> None:
     assert done.items == ["1", "2", "3", "4"] and not machine.still_there(), (done.items, machine.still_there())
 
 
-@pytest.mark.parametrize("program", [afterwards, finaliser, messenger, janitor], ids=lambda program: program.__name__)
-def test_nothing_that_a_thread_was_given_is_lost_and_it_ends_when_it_is_told_to(program: Callable[[Machine], None]) -> None:
-    assert every_schedule(program) > 500
+def owner(machine: Machine) -> None:
+    """A beat that comes after the release would stand where the next writer looks for signs of life; this one is under way."""
+    files, layout, wrote = crash_disk(), Layout.at(ROOT), list[str]()
+    make_root(files, layout, machine)
+    one = Ownership.claim(files, layout, machine, 0, lambda text: None)
+
+    def before(op: str, path: str) -> None:
+        machine.sleep(1.0 if path.endswith(".beat") else 0.0)
+        wrote.append(f"{op} {path}")
+
+    files.before_op = before
+    machine.sleep(BEAT)
+    one.release()
+    files.before_op = None
+    beats, released = ([n for n, what in enumerate(wrote) if what.endswith(end)] for end in (".beat", ".released"))
+    assert released and max(beats, default=0) <= min(released) and not machine.still_there(), (wrote, machine.still_there())
+
+
+@pytest.mark.parametrize("program, count", [(afterwards, 500), (finaliser, 5000), (messenger, 1000), (janitor, 1500), (owner, 5)])
+def test_nothing_that_a_thread_was_given_is_lost_and_it_ends_when_it_is_told_to(
+        program: Callable[[Machine], None], count: int) -> None:
+    assert every_schedule(program) >= count
