@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from distckpt import digest
 from distckpt.runtime import Runtime
-from distckpt.saving.arena import Arena, identity, size_of
+from distckpt.saving.arena import Arena, NoRoom, identity, size_of
 
 HOW = ("copy", "overlap")
 
@@ -89,27 +89,35 @@ class Copy:
 
         Tensors whose storage is in ``steady`` are left to ``finish``; the others are copied when this returns.
         """
-        sources = tensors_of(tree)
+        try:
+            return self._begin(tree, arena, steady)
+        except NoRoom:  # it mostly fits, and to measure it first would take half as long again
+            arena.reserve(size_of(tensors_of(tree)))
+            return self._begin(tree, arena, steady)
+
+    def _begin(self, tree: Any, arena: Arena, steady: set[int]) -> Any:
         arena.rewind()
-        arena.reserve(size_of(sources))
-        self._device.begin(sources)
         now: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        later: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         twins: dict[Any, torch.Tensor] = {}
 
         def stage(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            source, key = tensor.detach(), identity(tensor)
+            key = identity(tensor)
             known = twins.get(key)
             if known is not None:
                 return known
-            target = twins[key] = arena.cut(tensor)
+            target, source = arena.cut(tensor), tensor.detach()
+            twins[key] = target
             if self._check:
                 self._before[name] = _digest(source)
-            (self._later if steady and pointer(source) in steady else now).append((name, target, source))
+            (later if steady and pointer(source) in steady else now).append((name, target, source))
             return target
 
         staged = _walk(tree, stage, "")
+        self._device.begin(source for _, _, source in (*now, *later))
         self._run(now)
-        if not self._later:
+        self._later = later
+        if not later:
             self._before = {}
             self._done.set()
         return staged
