@@ -15,7 +15,7 @@ from distckpt.layout import Layout
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
 from distckpt.testing import checker, faults
-from distckpt.testing.scheduler import Delays
+from distckpt.testing.scheduler import Delays, Task
 from distckpt.testing.simulation import ROOT, Simulation, State, Told, tree_of
 from tests.inprocess import Job, same_error, staged, tree, write
 
@@ -80,6 +80,30 @@ def test_a_staging_directory_that_could_not_be_made_leaves_nothing() -> None:
 
     fault = faults.fail(errno.EIO, op="mkdir", path=lambda path: path.endswith("/step-1"))
     assert simulation.job(program, file_faults={0: [fault]}).errors == {} and left == [[], []]
+
+
+class _AtOnce:
+    """Who rotates goes on before anybody else."""
+
+    def born(self, task: Task) -> None:
+        return None
+
+    def choose(self, ready: list[Task], current: Task | None) -> Task:
+        return next((task for task in ready if task.name == "afterwards"), current or ready[0])
+
+
+def test_P3_nothing_is_rotated_before_the_verdict_is_on_its_way() -> None:
+    """A rank 0 that loses the store between the two has let nothing go for a save that nobody knows of."""
+    simulation = Simulation(2, keep=1, policy=lambda seed: _AtOnce(), traced=True)
+
+    def program(manager: Told, rank: int) -> None:
+        for step in (1, 2):
+            manager.save(step, State(b"x"))
+
+    trace = simulation.job(program).trace
+    told = [number for number, line in enumerate(trace) if "/main store set" in line and "outcome" in line]
+    moved = [number for number, line in enumerate(trace) if f"/afterwards file rename {ROOT}/step-1" in line]
+    assert len(told) == 2 and len(moved) == 1 and told[1] < moved[0], trace[told[0]:][-60:]
 
 
 def test_the_room_of_an_attempt_that_found_the_disk_full_is_back_when_its_error_is_raised() -> None:
