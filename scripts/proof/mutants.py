@@ -48,7 +48,8 @@ _OWN: dict[str, str] = {
     "saving/commit.py": "order commit recovery links",
     "saving/committer.py": "begin afterwards links commit hooks proof/domains_saves ranks/framework_files "
                             "ranks/disagreement ranks/decision",
-    "saving/transaction.py": "hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision ranks/failures",
+    "saving/transaction.py": "hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision "
+                             "ranks/failures",
     "saving/files.py": "rank_files framework_files links payloads",
     "saving/piecewriter.py": "rank_files syncs payloads",
     "saving/links.py": "links proof/links",
