@@ -54,7 +54,7 @@ _OWN: dict[str, str] = {
     "saving/piecewriter.py": "rank_files syncs payloads",
     "saving/links.py": "links proof/links",
     "saving/finaliser.py": "threads ranks/background_failures hooks",
-    "saving/saver.py": "begin ranks/decision ranks/failures hooks options",
+    "saving/saver.py": "begin ranks/decision ranks/failures hooks options ranks/domains",
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery",
     "removal.py": "durable recovery rotation",
