@@ -56,7 +56,7 @@ _OWN: dict[str, str] = {
     "saving/finaliser.py": "threads ranks/background_failures hooks",
     "saving/saver.py": "begin ranks/decision ranks/failures hooks options ranks/domains",
     "durable.py": "syncs durable crashfs recovery",
-    "ordered.py": "durable crashfs syncs recovery",
+    "ordered.py": "durable crashfs syncs recovery patience",
     "removal.py": "durable recovery rotation",
     "owned.py": "order owned rotation afterwards commit links proof/domains_saves",
     "rootdir.py": "owned patience",
