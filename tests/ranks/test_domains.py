@@ -62,9 +62,9 @@ def _everything(rank: int, world: int, home: str) -> Any:
                 if mine or files.writes(name):
                     Path(files.mine(name) if mine else files.shared(name)).write_text(f"{name} of step 4")
             Path(files.path, f"unclaimed-{rank}").write_text("a framework's")
-        with pytest.raises(ConfigError, match="collectives"):
+        with pytest.raises(ConfigError, match="storage='node-local': this state is saved by a framework's collectives"):
             manager.save(5, DCP(torch.nn.Linear(2, 2)))
-        with pytest.raises(ConfigError, match="collectives"):
+        with pytest.raises(ConfigError, match="storage='node-local': this state is saved by a framework's collectives"):
             manager.save(5, DCP(torch.nn.Linear(2, 2)), background=True)
             manager.wait()
         found = manager.resume().checkpoint

@@ -15,7 +15,8 @@ from distckpt.layout import Layout
 from distckpt.payloads.base import Ranks
 from distckpt.saving.files import RankFiles
 from distckpt.testing import checker, faults
-from distckpt.testing.scheduler import Delays
+from distckpt.testing.scheduler import Delays, Task
+from distckpt.testing.simruntime import SimClient
 from distckpt.testing.simulation import ROOT, Simulation, State, Told, tree_of
 from tests.inprocess import Job, same_error, staged, tree, write
 
@@ -80,6 +81,35 @@ def test_a_staging_directory_that_could_not_be_made_leaves_nothing() -> None:
 
     fault = faults.fail(errno.EIO, op="mkdir", path=lambda path: path.endswith("/step-1"))
     assert simulation.job(program, file_faults={0: [fault]}).errors == {} and left == [[], []]
+
+
+class _AtOnce:
+    """Who rotates goes on before anybody else."""
+
+    def born(self, task: Task) -> None:
+        return None
+
+    def choose(self, ready: list[Task], current: Task | None) -> Task:
+        return next((task for task in ready if task.name == "afterwards"), current or ready[0])
+
+
+def test_P3_nothing_is_rotated_before_the_verdict_can_be_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank 0 that loses the store between the two has let nothing go for a save that nobody knows of."""
+    real, order = SimClient.set, list[str]()
+
+    def set_(client: SimClient, key: str, value: str | bytes) -> None:
+        real(client, key, value)
+        if "outcome" in key:
+            order.append("told")
+
+    def program(manager: Told, rank: int) -> None:
+        for step in (1, 2):
+            manager.save(step, State(b"x"))
+
+    monkeypatch.setattr(SimClient, "set", set_)
+    fault = faults.call(lambda operation: order.append("moved"), op="rename", path=lambda path: "/trash/1/step-1." in path)
+    simulation = Simulation(2, keep=1, policy=lambda seed: _AtOnce())
+    assert simulation.job(program, file_faults={0: [fault]}).errors == {} and order == ["told", "told", "moved"]
 
 
 def test_the_room_of_an_attempt_that_found_the_disk_full_is_back_when_its_error_is_raised() -> None:

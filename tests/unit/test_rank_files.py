@@ -326,3 +326,13 @@ def test_a_writer_serves_whoever_writes_binary_files(tmp_path: Path) -> None:
         text.flush()
         out.write(text.buffer.getvalue())  # type: ignore[attr-defined]
     assert (tmp_path / "a.rank-00001-of-00004.txt").read_text(encoding="utf-8") == "ü"
+
+
+def test_a_file_that_is_not_of_the_size_that_its_writer_reported_is_an_error(tmp_path: Path) -> None:
+    """A framework says how much it wrote; a short write that it did not notice is noticed here."""
+    files = rank_files(tmp_path)
+    for name, said in (("whole.bin", 5), ("short.bin", 6)):
+        Path(files.claim(name, size=said)).write_bytes(b"12345")
+    with pytest.raises(OSError, match="its writer reported 6 bytes and 5 are on disk") as raised:
+        files.finish()
+    assert raised.value.errno == errno.EIO and str(raised.value.filename).endswith("/short.bin")
