@@ -253,7 +253,7 @@ class Gatekeeper:
             self._tell(client, "cancel", {"freeze": number}, absent)
             if self.ending:
                 return
-            left = {rank for rank in silent if client.has(bye_key(rank)) or self._gone(rank)}
+            left = {rank for rank in silent if self._left(client, rank)}
             absent |= left
             if not left:
                 log.info("ranks %s did not answer a freeze within %g s; cancelled, trying again", silent[:8], ANSWER)
@@ -271,13 +271,19 @@ class Gatekeeper:
                 self._caller.send(client, rank, op, data)
 
     def _collect(self, client: Client, keys: dict[int, str]) -> bool:
-        """Whether every answer came. The others stand at their gates meanwhile, and not for the sake of a process that ended."""
+        """Whether every answer came. The others stand at their gates meanwhile, and not for the sake of a rank that ended, or
+        that left before it had heard of the freeze."""
         for _ in range(_LOOKS):
             if client.wait(list(keys.values()), ANSWER / _LOOKS):
                 return True
-            if self.ending or any(self._gone(rank) and not client.has(key) for rank, key in keys.items()):
-                break
+            silent = {rank: key for rank, key in keys.items() if not client.has(key)}
+            if self.ending or any(self._left(client, rank) and not client.has(key) for rank, key in silent.items()):
+                break  # asked for its key again: whoever leaves may have answered first
         return False
+
+    def _left(self, client: Client, rank: int) -> bool:
+        """Whether it will answer no freeze any more."""
+        return self._gone(rank) or client.has(bye_key(rank))
 
     def _with_doubts(self, act: Act, answers: dict[int, dict[str, Any]], absent: set[int]) -> Act:
         """``act``, or in its place the error that makes it impossible. A failed save stays one."""

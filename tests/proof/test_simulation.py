@@ -274,6 +274,13 @@ def test_a_rank_that_is_still_in_its_start_answers_a_freeze() -> None:
     assert [run.violations for run in runs if run.violations] == []
 
 
+def test_no_answer_is_awaited_from_a_rank_that_left_before_it_heard_of_the_freeze() -> None:
+    """On hosts of their own two ranks met the failure in ``wait`` and left; rank 0 stood at its gate for their answers, 5 s."""
+    cases = [Case("relinking", 3, seed, (f"lost:0@{at}:EIO",), apart=True)
+             for seed, at in [(800002400024309, 79), *((seed, at) for seed in range(80) for at in (77, 79, 80))]]
+    assert [(str(case), run.violations) for case in cases if (run := case.run()).violations] == []
+
+
 @pytest.mark.parametrize("seed", [1600004900011196, 1600004900012471])
 def test_who_met_the_failure_in_its_own_save_and_left_is_not_forgotten(seed: int) -> None:
     """It passed the boundary before that save; the others, asked after it had left, must not raise at that boundary (P5)."""
