@@ -58,7 +58,7 @@ _OWN: dict[str, str] = {
     "durable.py": "syncs durable crashfs recovery",
     "ordered.py": "durable crashfs syncs recovery patience",
     "removal.py": "durable recovery rotation",
-    "owned.py": "order owned rotation afterwards commit links begin proof/domains_saves",
+    "owned.py": "order owned rotation afterwards commit links begin proof/domains_saves proof/domains",
     "rootdir.py": "owned patience",
     "saving/compare.py": "begin patience ranks/framework_files",
     "saving/unclaimed.py": "ranks/framework_files",
