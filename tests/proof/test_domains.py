@@ -428,3 +428,11 @@ def test_the_merged_tree_has_what_every_disk_has() -> None:
     assert sorted(checker.standing(nodes.tree())) == ["step-1", "step-2"]
     nodes.nodes[1].rename(LAYOUT.final("step-2"), "/disk/lost")
     assert sorted(checker.standing(nodes.tree())) == ["step-1"]
+
+
+def test_a_start_that_one_node_cannot_finish_gives_the_root_of_the_other_back() -> None:
+    """It was recovered there by then; who tries again in the same process, or elsewhere, must not meet its ghost."""
+    nodes = Nodes(2)
+    run = nodes.job(saves(1), **failing(1, "rename", "root.json"))
+    assert len(run.errors) == 2 and all("cannot be recovered" in str(error) for error in run.errors.values()), run.errors
+    assert [LAYOUT.owner(1, "released") in disk.snapshot() for disk in nodes.nodes] == [True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -250,6 +251,26 @@ def test_S8_recovery_killed_or_cut_at_any_operation_still_ends_with_the_commit()
             reopen(state)
             assert standing(state) == {"step-1": attempt_id(1), "step-2": attempt_id(2)}, files.log[-1]
             assert MARKER + ".again" not in names(state, LAYOUT.final("step-2"))
+
+
+def test_S7_a_share_that_was_not_decided_is_in_trash_without_its_marker_after_a_cut_too() -> None:
+    """In trash it would pass for a trace of a checkpoint, and a job that was killed in its first save could not start again."""
+    def prepare() -> CrashFiles:
+        disk = left_by_a_dead_owner()
+        staged = stage_attempt(disk, 1, 1, world=2)
+        share = replace(staged, head=replace(staged.head, part=1, of=2), domains=(("node-0", (0,)), ("node-1", (1,))))
+        place = LAYOUT.staging(1, attempt_id(1), "step-1")
+        disk.unlink(f"{place}/{MARKER}")
+        write_payload(disk, f"{place}/{MARKER}", marker.build(share, None))
+        return disk
+
+    moved = 0
+    for disk, files in killed_in(prepare, lambda f: recover(f, LAYOUT, STEP, 1, ())):
+        for state in [disk.after_kill(), *disk.crash_states(limit=30)]:
+            trash = [path for path in state.snapshot() if "/trash/1/" in path]
+            moved += bool(trash)
+            assert not [path for path in trash if path.endswith(MARKER)], files.log[-1]
+    assert moved
 
 
 def test_S8_an_inherited_checkpoint_is_synced_before_it_counts() -> None:
