@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import runpy
 import sys
@@ -392,6 +393,11 @@ def block(rank: int, world: int, root: str, file: str) -> list[str]:
             step(made)
         manager.save(made.global_steps, DeepSpeed(made))
     assert manager.all_steps() == [4]
+    config = {"train_batch_size": 2, "distckpt": {"root": root, "save_every": 3}}
+    Path(f"{root}.{rank}.json").write_text(json.dumps(config))
+    for given in (config, f"{root}.{rank}.json", Path(f"{root}.{rank}.json")):
+        with manager_from(given, keep_last=2) as manager:
+            assert manager.all_steps() == [4] and manager.poll(6).save and not manager.poll(7).save
     texts = []
     for wrong in ({"distckpt": {"root": root, "save_evry": 2}}, {"distckpt": {}}, {"distckpt": 3}, file, 4,
                   {"distckpt": {"root": root, "timeouts": {"arive": 1}}}):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import distckpt
 from distckpt.errors import DiskFull, SaveError
@@ -31,6 +31,8 @@ class Loop:
         model: Any = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
         if kind == "fsdp2":
             fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        elif kind == "fsdp1":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         else:
             model = torch.nn.parallel.DistributedDataParallel(model)
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -127,7 +129,7 @@ def _fail(rank: int, world: int, root: str, kind: str, background: bool) -> dict
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "ddp"])
 def test_B52_B89_B99_what_fails_in_dcp_on_one_rank_is_every_ranks_error_and_the_next_save_works(
         kind: str, background: bool, tmp_path: Path) -> None:
     """B52: the cause itself, not a time-out of the group. B89: DCP's success is not believed. B99: one failed background save

@@ -90,6 +90,20 @@ def test_a_step_longer_than_the_grace_is_told_after_the_first_few_and_the_next_t
     again.close(0.0)
 
 
+@pytest.mark.parametrize(("grace", "told"), [(None, 40), (60.0, 60)])
+def test_the_launchers_grace_counts_where_none_is_given(
+        grace: float | None, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    """torchrun's, as its agent was told. What the user gave goes over it."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "run"),
+                        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40")):
+        monkeypatch.setenv(name, value)
+    run = Run(tmp_path, VirtualClock(), grace)
+    run.train(8, 35.0)
+    assert [text[:50] for text in warnings(caplog)] == [f"this job is killed {told} s after a stop signal, and a "[:50]]
+    run.close(0.0)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_saves_are_no_part_of_steps_and_a_stop_waits_for_the_one_in_flight(behind: bool, tmp_path: Path,
                                                                           caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -546,3 +548,23 @@ def test_a_mean_object_cannot_pass_for_a_payload_by_accident() -> None:
     payload = TrainState(model=torch.nn.Linear(1, 1), x={})
     assert as_payload(payload) is payload and payload.collective and payload.members == ["model", "x"]
     assert not TrainState(x={}).collective
+
+
+_PLAIN = """
+import sys, torch, distckpt
+model = torch.nn.Linear(4, 4)
+state = distckpt.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), progress={"epoch": 1})
+with distckpt.CheckpointManager(sys.argv[1], keep_last=1) as manager:
+    manager.restore(state)
+    manager.save(1, state)
+    manager.save(2, state, background=True)
+with distckpt.CheckpointManager(sys.argv[1], keep_last=1) as manager:
+    assert manager.restore(state) == 2
+sys.exit(" ".join({"deepspeed", "accelerate", "transformers", "lightning", "mpi4py"} & set(sys.modules)) or 0)
+"""
+
+
+def test_a_plain_loop_imports_no_framework(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _PLAIN, tmp_path / "root"], capture_output=True, text=True, timeout=120,
+                          cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
