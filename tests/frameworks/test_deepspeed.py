@@ -100,6 +100,14 @@ def test_B132_another_number_of_ranks(stage: Stage, tmp_path: Path) -> None:
         assert wanted in text and (not zero or "saved by 2 ranks and is loaded by 1" in text), text
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_B132_more_ranks_than_saved_are_all_told_and_none_hangs(zero: int, stage: Stage, tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    stage.values(1, dscases.saves, root, zero)
+    for text in stage.values(2, dscases.other_world, root, zero, limit=40):
+        assert "universal" in text and "saved by 1 ranks and is loaded by 2" in text, text
+
+
 def test_a_changed_byte_is_found_before_anything_is_unpickled(stage: Stage, tmp_path: Path) -> None:
     first, second = stage.values(2, dscases.rotten, str(tmp_path / "root"), limit=40)
     assert first == second and first.startswith("IntegrityError") and dscases.OPTIMIZER in first, first
