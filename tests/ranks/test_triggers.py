@@ -67,7 +67,7 @@ def test_step_0_is_asked_for_only_on_wish(at_start: bool, tmp_path: Path) -> Non
     assert values(job.run(train)) == [[Todo(at_start, False, "at start" if at_start else ""), Todo()]] * 2
 
 
-def test_the_clock_of_rank_0_decides_for_all(tmp_path: Path) -> None:
+def test_B56_the_clock_of_rank_0_decides_for_all(tmp_path: Path) -> None:
     """Every 0.25 s, ranks at different paces: each save at one boundary for all, and not at every poll."""
     job = Job(tmp_path / "root", 3, save_every_minutes=0.25 / 60)
     begun = time.monotonic()
