@@ -318,6 +318,9 @@ def pushed(rank: int, world: int, root: str) -> dict[str, Any]:
     _upload_pipeline.pipelined_upload = send
     huggingface_hub.HfApi.create_commit = send
     huggingface_hub.HfApi.create_repo = lambda self, *args, **ignored: huggingface_hub.RepoUrl("https://huggingface.co/x/y")
+    with pytest.raises(ConfigError, match="background_saves=True with push_to_hub"):
+        made(root, Job(background=True), push_to_hub=True, hub_model_id="x/y")
+    made(root, Job(background=True), push_to_hub=True, hub_model_id="x/y", hub_strategy="end")
     trainer = made(root, Job(), push_to_hub=True, hub_model_id="x/y", hub_strategy="all_checkpoints", hub_always_push=True,
                    save_total_limit=1, max_steps=4)
     trainer.train()
