@@ -5,10 +5,14 @@ That it works is shown on a cluster by the tests of ``tests/slurm``, each with o
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from distckpt.launch.environment import RENDEZVOUS, STORE, Launch
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sbatch"))
@@ -49,3 +53,16 @@ def test_what_survives_a_signal_and_starts_the_job_again_is_alike(name: str) -> 
     assert start is not None and TRAP in text[:start.start()] and text[start.end() + 1:] == END
     assert "--kill-on-bad-exit=0" in start[0] and '--wait="$GRACE"' in start[0]
     assert ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE" in text) == ("torch.distributed.run" in text)
+
+
+@pytest.mark.parametrize("name", ["deepspeed.sbatch", "torchrun.sbatch"])
+@pytest.mark.parametrize("job", [1, 2499, 2500, 7_654_321])
+def test_the_rendezvous_port_of_a_job_is_the_one_that_the_library_leaves_to_it(name: str, job: int) -> None:
+    """One formula in shell and one in Python: jobs on one node, and a launcher and the library's own store, do not meet."""
+    formula = re.search(r"(?:PORT|port)=\$\(\((.*)\)\)", (FOLDER / name).read_text())
+    assert formula is not None
+    said = subprocess.run(["bash", "-c", f"echo $(({formula[1]}))"], env={"SLURM_JOB_ID": str(job), "PATH": os.environ["PATH"]},
+                          capture_output=True, text=True, check=True, timeout=10)
+    ours, next_ones = ([Launch("srun", job_id=number, step=str(step)).port(purpose) for step in range(4)
+                        for purpose in (RENDEZVOUS, STORE)] for number in (job, job + 1))
+    assert int(said.stdout) == ours[0] and len({*ours, *next_ones}) == 16
