@@ -99,7 +99,10 @@ class Lightning:
 def _claim_shards(files: RankFiles, directory: str, rank: int) -> None:
     """Say whose the files are that DCP's writer names by rank, so that each rank digests and syncs its own; what else a strategy
     wrote stays unclaimed."""
+    claimed = {path for path, *_ in files.written()}  # with the sizes that were counted, or as links, by who wrote them for DCP
     for name in sorted(os.listdir(directory)):
+        if f"{NAME}/{name}" in claimed:
+            continue
         if (name.startswith(f"__{rank}_") and name.endswith(".distcp")) or (rank == 0 and name in (METADATA, _REST)):
             files.claim(f"{NAME}/{name}")
 

@@ -16,8 +16,9 @@ from distckpt import digest
 from distckpt.digest import XXH3
 from distckpt.durable import PIECE, REAL, Files, Output
 from distckpt.errors import ConfigError
+from distckpt.payloads.lightning import _claim_shards
 from distckpt.saving import piecewriter as saving
-from distckpt.saving.files import RankFiles, make_durable
+from distckpt.saving.files import RankFiles, Written, _Claim, make_durable
 from distckpt.saving.piecewriter import PeerFailed
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.faults import FaultyFiles, call, fail
@@ -336,3 +337,16 @@ def test_a_file_that_is_not_of_the_size_that_its_writer_reported_is_an_error(tmp
     with pytest.raises(OSError, match="its writer reported 6 bytes and 5 are on disk") as raised:
         files.finish()
     assert raised.value.errno == errno.EIO and str(raised.value.filename).endswith("/short.bin")
+
+
+def test_what_dcps_writer_claimed_keeps_its_size_and_its_link_when_lightnings_files_are_claimed(tmp_path: Path) -> None:
+    """S25: to claim a link again would be refused, as a framework's open("wb") on it must be."""
+    files = RankFiles(REAL, str(tmp_path), 0, 1, algorithm=None, aborted=lambda: False)
+    for name in ("__0_0.distcp", "__0_1_0.distcp", "meta.pt"):
+        Path(files.below("checkpoint.ckpt").directory, name).write_bytes(b"abc")
+    files.below("checkpoint.ckpt").claim("__0_0.distcp", 4)
+    files._claims["checkpoint.ckpt/__0_1_0.distcp"] = _Claim(Written(3, None, linked=True))
+    _claim_shards(files, str(tmp_path / "checkpoint.ckpt"), 0)
+    assert files.is_linked("checkpoint.ckpt/__0_1_0.distcp") and "checkpoint.ckpt/meta.pt" in files._claims
+    with pytest.raises(OSError, match="its writer reported 4 bytes and 3 are on disk"):
+        files.finish()
