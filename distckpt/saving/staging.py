@@ -92,8 +92,9 @@ class Copy:
         try:
             return self._begin(tree, arena, steady)
         except NoRoom:  # it mostly fits, and to measure it first would take half as long again
-            arena.reserve(size_of(tensors_of(tree)))
-            return self._begin(tree, arena, steady)
+            pass
+        arena.reserve(size_of(tensors_of(tree)))  # out here the error has let go of what was cut from the old block
+        return self._begin(tree, arena, steady)
 
     def _begin(self, tree: Any, arena: Arena, steady: set[int]) -> Any:
         arena.rewind()

@@ -89,6 +89,20 @@ def test_memory_is_made_once_and_used_again() -> None:
     assert arena.version == 2 and arena.size == 4004
 
 
+def test_the_old_memory_is_gone_before_a_state_that_grew_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, seen, real = Arena(shared=True), [], os.memfd_create
+
+    def make(*args: Any) -> int:
+        seen.append("distckpt-arena" in Path("/proc/self/maps").read_text())
+        return real(*args)
+
+    monkeypatch.setattr(os, "memfd_create", make)
+    for count in (1000, 1_000_000):
+        staging.copy({"a": torch.ones(500), "x": torch.ones(count)}, arena, SYSTEM)
+    arena.close()
+    assert seen == [False, False]
+
+
 def test_a_cut_that_was_made_before_is_known_by_its_place_shape_and_dtype_and_is_the_callers_own() -> None:
     arena = Arena()
     arena.reserve(64)
