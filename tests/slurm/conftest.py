@@ -22,17 +22,12 @@ RUN = Path(os.environ.get("DISTCKPT_SLURM_RUN", "/run/distckpt-slurm"))
 CONF = str(RUN / "slurm.conf")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
-# How long SLURM may take for what is its own: a job's state, after its ranks have ended. On a loaded machine, with every node
-# alive, that was over 60 s once, and over 107 s once, in all CI runs; never in about 850 jobs that were to show it. Its patience
-# is of that order: what got lost it says again after KillWait + 2 x MessageTimeout = 65 s, and srun reads one message at a time,
-# by its source for up to 8 x MessageTimeout = 240 s each (a connection that says nothing held a job up for 48 s, until it was
-# closed). What is ours has LIMIT, by events of our own: files that ranks leave.
-BOOKKEEPING = 400.0
 LIMIT = 150.0
 NOISE = re.compile(r"SLURM_RLIMIT|: init: |task_p_|INFO|_get_fed|dump_part|select_p_job_test|io_init_msg|_try_sched")
 LATE = 90.0  # a wait that takes longer than that shows what SLURM was at, as a warning when it was not in vain
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -73,7 +68,7 @@ class Job:
 
     def over(self, state: str = "COMPLETED") -> None:
         """Wait until SLURM says that the job has ended, so."""
-        self.until(f"the end, {state}", lambda: self.field("JobState") == state, BOOKKEEPING)
+        self.until(f"the end, {state}", lambda: self.field("JobState") == state)
 
     def files(self, stem: str, count: int) -> Callable[[], bool]:
         return lambda: len(list(self.folder.glob(f"{stem}.*"))) == count
