@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.harness import run as run_ranks
 from tests.harness import values
 from tests.onerank import quick_folder
 
-_KINDS = ("ours", "rounds", "collectives", "barrier")
+_KINDS = ("ours", "rounds", "store", "collectives", "barrier")
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
@@ -39,6 +41,20 @@ def _collectives(rank: int, world: int) -> None:
     dist.broadcast_object_list([plan])
 
 
+def _bare(raw: Any, rank: int, world: int, turn: int, text: str) -> None:
+    """The calls that two rounds make, on the same store, with nothing around them: what no round can be quicker than."""
+    for which in range(2):
+        keys, verdict = [f"bare/{turn}/{which}/{r}" for r in range(world)], f"bare/{turn}/{which}"
+        raw.compare_set(keys[rank], "", text)
+        if rank == 0:
+            raw.wait(keys, timedelta(seconds=600))
+            raw.multi_get(keys)
+            raw.set(verdict, text)
+        else:
+            raw.wait([verdict], timedelta(seconds=600))
+            raw.multi_get([verdict])
+
+
 def _coordinate(rank: int, world: int, root: str, turns: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     ack = {"files": [[f"x.rank-{rank:05d}-of-{world:05d}.pt", 1 << 20, "xxh3-128:" + "0" * 32]]}
@@ -57,6 +73,8 @@ def _coordinate(rank: int, world: int, root: str, turns: int) -> dict[str, list[
                     with manager._group.rounds.call("bench", turn) as call:
                         for _ in ("begin", "durable"):
                             call.round(ack, lambda reports: {"ranks": len(reports)}, 600.0)
+                elif which == "store":
+                    _bare(manager._group.rounds.client._raw, rank, world, turn, json.dumps(ack))
                 elif which == "collectives":
                     _collectives(rank, world)
                 else:
@@ -77,6 +95,10 @@ def _coordination(place: Path, quick: bool) -> Iterator[Row]:
                   slowest["collectives"], 1 / 30 if world == 64 else None, f"{turns} rounds, slowest rank", case=6)
         yield Row(f"the two rounds of a save alone, {world} ranks / one gloo barrier", slowest["rounds"], slowest["barrier"],
                   1.0 if world >= 4 else None, f"{turns} rounds, slowest rank", case=6)
+        yield Row(f"the two rounds of a save alone, {world} ranks / the same calls of a bare TCPStore", slowest["rounds"],
+                  slowest["store"], None, f"{turns} rounds, slowest rank", case=6)
+        yield Row(f"those calls of a bare TCPStore, {world} ranks / DCP's 4 object collectives", slowest["store"],
+                  slowest["collectives"], None, f"{turns} rounds, slowest rank", case=6)
         yield Row(f"save without payload, {world} ranks / one gloo barrier", slowest["ours"], slowest["barrier"],
                   None, f"{turns} rounds, slowest rank", case=6)
 
