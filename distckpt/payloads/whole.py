@@ -9,16 +9,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import struct
 import zipfile
+from typing import Any
 
 _ZIP = b"PK\x03\x04"
+_ZIP_LAST, _ZIP_END = b"PK\x05\x06", 22
 _HEADER_LIMIT = 100_000_000
 
 
 def check(path: str) -> None:
-    """OSError (EIO) when the file at ``path`` is shorter than its format says: torch's and numpy's zip files, safetensors,
-    JSON. Files of other kinds pass, empty ones do not. Reads heads and directories only. Local."""
+    """OSError (EIO) when the file at ``path`` is shorter than its format says: torch's and numpy's zip files, DCP's shards (one
+    such file per tensor, one after the other) and its ``.metadata``, safetensors, JSON. Files of other kinds pass, empty ones
+    do not. Of what holds tensors, heads and directories are read only. Local."""
     problem = _problem(path)
     if problem is not None:
         raise OSError(errno.EIO, f"the framework's writer reported success and {problem}", path)
@@ -36,15 +40,45 @@ def _problem(path: str) -> str | None:
         return _safetensors_problem(path, head, size)
     if path.endswith(".json"):
         return _json_problem(path)
+    if os.path.basename(path) == ".metadata":
+        return _pickle_problem(path)
     return None
 
 
 def _zip_problem(path: str) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
-            archive.infolist()
+            last = _ZIP_END + len(archive.comment)
     except zipfile.BadZipFile as error:
         return f"the archive is cut off ({error})"
+    with open(path, "rb") as file:
+        file.seek(-last, os.SEEK_END)
+        if file.read(len(_ZIP_LAST)) != _ZIP_LAST:  # zipfile is content with the end of an archive before the one that is cut off
+            return "the archive is cut off (there is more behind its end)"
+    return None
+
+
+class _Anything:
+    """In the place of whatever a pickle names, so that it can be read to its end and nothing of it runs."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, value: object) -> None: ...
+    def extend(self, values: object) -> None: ...
+
+
+class _ToItsEnd(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Anything
+
+
+def _pickle_problem(path: str) -> str | None:
+    with open(path, "rb") as file:
+        try:
+            _ToItsEnd(file).load()
+        except (EOFError, pickle.UnpicklingError) as error:
+            return f"the pickle is cut off ({error})"
     return None
 
 

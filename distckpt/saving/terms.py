@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from distckpt.coordination.group import Group
 from distckpt.coordination.rounds import Call, Report
 from distckpt.errors import ConfigError, DiskFull, DistckptError, RankFailure, SaveError
+from distckpt.saving.piecewriter import PeerFailed
 
 BLOCK = object()
 """In place of a payload: the caller writes, in a ``saving`` block."""
@@ -71,8 +72,12 @@ def both_wrote(path: str, one: int, other: int) -> str:
 
 
 def raise_failures(step: int | None, reports: dict[int, Report], world: int) -> None:
-    """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did."""
-    failures = {rank: RankFailure(**report["failure"]) for rank, report in reports.items() if "failure" in report}
+    """The SaveError of ranks that failed before anything was written (a ``state_dict()`` that raised, say), if any did. A rank
+    that a peer stopped is to blame only where nobody else is."""
+    for part in ("failure", "stopped"):
+        failures = {rank: RankFailure(**report[part]) for rank, report in reports.items() if part in report}
+        if failures:
+            break
     if failures:
         assert step is not None
         raise save_error(step, None, failures, world)
@@ -82,14 +87,16 @@ def refuse(call: Call, group: Group, error: Exception, arrive: float) -> NoRetur
     """This rank cannot even begin: every rank hears why in the begin round, before any I/O, instead of waiting for it."""
     if isinstance(error, ConfigError):
         call.refuse(error, arrive)
-    failure = RankFailure.of(error, rank=group.rank, host=group.identity.host, pid=group.identity.pid, phase="prepare")
+    stopped = isinstance(error, PeerFailed)
+    failure = RankFailure.of(error.__cause__ or error if stopped else error, rank=group.rank, host=group.identity.host,
+                             pid=group.identity.pid, phase="prepare")
 
     def decide(reports: dict[int, Report]) -> Report:
         raise_failures(call.step, reports, group.world)
         raise AssertionError("this rank's own report is a failure")
 
     try:
-        call.round({"failure": asdict(failure)}, decide, arrive)
+        call.round({"stopped" if stopped else "failure": asdict(failure)}, decide, arrive)
     except DistckptError as told:
         raise told from error
     raise error

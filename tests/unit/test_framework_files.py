@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import FileSystemWriter
 
 import distckpt
 from distckpt.durable import REAL
@@ -67,14 +69,28 @@ def _safetensors(path: Path) -> None:
     save_file({"w": torch.arange(100)}, path)
 
 
-@pytest.mark.parametrize("name, make", [("a.pt", _zip), ("a.safetensors", _safetensors),
+def _shard(path: Path) -> None:
+    """Of DCP's: an archive per tensor, the first one much longer than the second."""
+    with path.open("wb") as file:
+        torch.save(torch.arange(100_000), file)
+        torch.save(torch.arange(3), file)
+
+
+def _metadata(path: Path) -> None:
+    state = {"w": torch.arange(100), "name": "x", "shape": torch.Size([3])}
+    torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path.parent / "dcp"), no_dist=True)
+    path.write_bytes((path.parent / "dcp" / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize("name, make", [("a.pt", _zip), ("a.safetensors", _safetensors), ("__0_0.distcp", _shard),
+                                        (".metadata", _metadata),
                                         ("a.json", lambda path: path.write_text(json.dumps({"a": [1, 2, 3]})))])
 def test_a_file_cut_off_anywhere_is_found_out(tmp_path: Path, name: str, make: Any) -> None:
     path = tmp_path / name
     make(path)
     whole.check(str(path))
     data = path.read_bytes()
-    for length in {0, 1, 5, 9, len(data) // 2, len(data) - 1}:
+    for length in {0, 1, 5, 9, len(data) // 2, len(data) - 1, max(0, len(data) - 400)}:
         path.write_bytes(data[:length])
         with pytest.raises(OSError) as told:
             whole.check(str(path))
