@@ -22,10 +22,6 @@ from distckpt.saving.piecewriter import PieceWriter
 
 Save = Callable[..., None]
 Act = Callable[[Save, Any, Any], None]
-ZERO2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
-"""For a Trainer that holds the engine."""
-
 Faults = dict[int, tuple[int, Callable[[], AbstractContextManager[Any]], str]]
 """By step: who, what goes wrong there, what every rank is told."""
 

@@ -18,6 +18,7 @@ from distckpt.errors import ConfigError, DiskFull, SaveError, StepAlreadyExists,
 from distckpt.options import Seams
 from distckpt.payloads import memory
 from distckpt.testing.faults import FaultyFiles, fail
+from tests.frameworks.alone import settings_of
 from tests.frameworks.hftools import (
     Faults,
     broken,
@@ -42,33 +43,10 @@ pytest.importorskip("accelerate")
 stage = staged("accelerate", "torch.distributed.fsdp", "distckpt.integrations.accelerate", "distckpt.payloads.accelerator")
 
 
-def fsdp_on_cpu(kind: str) -> Any:
-    """The plugin. Accelerate passes it over without an accelerator, so it is told of one; the tensors stay where they are."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type=kind,
-                                          cpu_ram_efficient_loading=False)
-
-
-def prepared(rank: int, kind: str = "ddp", **options: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(rank: int, kind: str = "ddp") -> tuple[Any, Any, Any, Any]:
     from accelerate import Accelerator
 
-    if kind == "deepspeed":
-        from accelerate.state import PartialState
-        from accelerate.utils import DeepSpeedPlugin
-
-        PartialState(cpu=True, backend="gloo")  # as TrainingArguments does; with cpu=True Accelerate passes the plugin over
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config={
-            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})
-    elif kind.startswith("fsdp"):
-        options["fsdp_plugin"] = fsdp_on_cpu("FULL_STATE_DICT" if kind == "fsdp-full" else "SHARDED_STATE_DICT")
-    else:
-        options["cpu"] = True
-    accelerator = Accelerator(**options)
+    accelerator = Accelerator(**settings_of(kind))
     wanted = {"fsdp2": ("FSDP",), "fsdp-full": ("FSDP",), "deepspeed": ("DEEPSPEED",)}.get(kind, ("MULTI_CPU", "NO"))
     assert str(accelerator.distributed_type).endswith(wanted), accelerator.distributed_type
     torch.manual_seed(7)

@@ -29,10 +29,10 @@ stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.m
                "distckpt.integrations.accelerate", "torch.distributed.fsdp")
 
 
-def by_accelerate(rank: int, world: int, root: str) -> str:
+def by_accelerate(rank: int, world: int, root: str, kind: str) -> str:
     from distckpt.integrations.accelerate import Checkpointing
 
-    accelerator, model, optimizer = alone.accelerated()
+    accelerator, model, optimizer = alone.accelerated(kind)
     torch.manual_seed(rank)
     accelerator.backward(model(torch.randn(4, 8)).square().mean())
     optimizer.step()
@@ -41,7 +41,7 @@ def by_accelerate(rank: int, world: int, root: str) -> str:
     return alone.of_accelerated(model, optimizer)
 
 
-def by_trainer(rank: int, world: int, root: str) -> str:
+def by_trainer(rank: int, world: int, root: str, kind: str) -> str:
     from transformers import Trainer
 
     from distckpt.integrations.transformers import CrashSafe
@@ -49,7 +49,8 @@ def by_trainer(rank: int, world: int, root: str) -> str:
     class MyTrainer(CrashSafe, Trainer):
         pass
 
-    trainer = MyTrainer(model=alone.tiny(), args=alone.arguments(root), train_dataset=alone.rows())
+    alone.before(kind)
+    trainer = MyTrainer(model=alone.tiny(), args=alone.arguments(root, **alone.TRAINERS[kind]), train_dataset=alone.rows())
     trainer.train()
     return alone.of_trainer(trainer)
 
@@ -76,7 +77,9 @@ def by_dcp(rank: int, world: int, root: str, kind: str) -> str:
 
 
 SAVERS: dict[str, tuple[Any, tuple[str, ...], str]] = {
-    "accelerate": (by_accelerate, (), "step-4"), "transformers": (by_trainer, (), "checkpoint-4"),
+    "accelerate": (by_accelerate, ("ddp",), "step-4"), "transformers": (by_trainer, ("ddp",), "checkpoint-4"),
+    **{f"accelerate-{kind}": (by_accelerate, (kind,), "step-4") for kind in ("fsdp2", "deepspeed")},
+    **{f"transformers-{kind}": (by_trainer, (kind,), "checkpoint-4") for kind in ("fsdp2", "deepspeed")},
     "deepspeed": (by_deepspeed, (), ""), **{kind: (by_dcp, (kind,), "step-4") for kind in ("ddp", "fsdp2", "fsdp1")},
 }
 

@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from tests.frameworks import test_accelerate, test_transformers
-from tests.frameworks.hftools import ZERO2
+from tests.frameworks.alone import ZERO2
 from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Story, digest
 

@@ -16,8 +16,8 @@ import torch
 
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
 from distckpt.payloads import memory
+from tests.frameworks.alone import FSDP2, TRAINERS, before
 from tests.frameworks.hftools import (
-    ZERO2,
     Faults,
     broken,
     broken_shard,
@@ -95,25 +95,8 @@ def train(rank: int, world: int, job: Job) -> Told:
     return Told(trainer._initial_global_step, final(trainer.model))
 
 
-FSDP2 = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
-
-
-def with_accelerator() -> None:
-    """From here on Trainer believes that there is one, without which it passes FSDP over."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    real = PartialState.__init__
-
-    def made_up(self: Any, *args: Any, **options: Any) -> None:
-        real(self, *args, **options)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-    PartialState.__init__ = made_up
-
-
 def fsdp(rank: int, world: int, job: Job) -> Told:
-    with_accelerator()
+    before("fsdp2")
     return train(rank, world, job)
 
 
@@ -169,11 +152,10 @@ FAULTS: dict[str, Faults] = {
 def faults(rank: int, world: int, root: str, background: bool, kind: str = "ddp") -> dict[str, Any]:
     told: dict[int, str] = {}
     blamed: dict[int, str] = {}
-    if kind == "fsdp2":
-        with_accelerator()
+    before(kind)
     trainer = made(root, Job(background=background), save_steps=1, max_steps=7, eval_strategy="steps", eval_steps=1,
                    metric_for_best_model="loss", save_total_limit=2,
-                   **{"ddp": {}, "fsdp2": FSDP2, "deepspeed": {"deepspeed": ZERO2}}[kind])
+                   **TRAINERS[kind])
     real_save = trainer._save_checkpoint
 
     def save(model: Any, trial: Any) -> None:
