@@ -25,9 +25,9 @@ from distckpt.integrations.lightning import Checkpointing, DurableCheckpointIO
 from distckpt.launch import finish
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
 from distckpt.testing.forks import alone
-from tests.frameworks.lightning_job import Started, the_stage, train
+from tests.frameworks.lightning_job import Started, the_stage
 from tests.frameworks.lightning_nets import Loader, Net, state_of, trainer_of
-from tests.frameworks.story import Story, digest
+from tests.frameworks.story import digest
 
 pytestmark = pytest.mark.xdist_group("lightning")
 
@@ -192,6 +192,8 @@ def _refusals(root: str) -> dict[str, str]:
     refused("root", lambda: fit(root, 2, ModelCheckpoint(dirpath=root, every_n_train_steps=1)))
     refused("inside", lambda: fit(root, 2, ModelCheckpoint(dirpath=f"{root}/.distckpt/x", every_n_train_steps=1)))
     assert steps_of(root) == [] and glob.glob(f"{root}/**/*.ckpt", recursive=True) == []
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):  # so FSDPStrategy is tested on a mocked one
+        pl.Trainer(strategy="fsdp", accelerator="cpu")
     refused("async", lambda: fit(root, 2, trainer={"plugins": [AsyncCheckpointIO()]}))
     fit(root, 2)
     refused("other", lambda: fit(root, 4, ckpt_path=_single(f"{root}-single")))
@@ -292,20 +294,3 @@ def test_the_durable_checkpoint_io_in_a_trainer(tmp_path: Path) -> None:
     _, theirs, ours = in_one(_with_io, str(tmp_path))
     assert theirs == ["epoch=0-step=4.ckpt"]
     assert ours == ["checkpoint.ckpt", "commit.json", "members.rank-00000-of-00001.pt"]
-
-
-# -- FSDP1, which Lightning runs on a GPU only ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
-def test_fsdp1_on_the_mocked_gpu_tells_the_story(background: bool, tmp_path: Path) -> None:
-    """Saved, killed in a save at each of the three points and resumed, to the bits of an uninterrupted run; keep_last=2 leaves
-    two. In the background from a device whose copies end late. (With ``state_dict_type="full"`` torch gathers by way of the
-    device's memory, and dies without one.)"""
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        pl.Trainer(strategy="fsdp", accelerator="cpu")
-    story = Story(the_stage(), train, tmp_path, extra={"kind": "fsdp1"})
-    plain = story.plain()
-    root = story.saved(plain, background)
-    assert sorted(os.listdir(root / "step-6" / "checkpoint.ckpt")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
-    story.killed_thrice(plain, background)
