@@ -1,8 +1,9 @@
 """A program that knows no distckpt: two ranks of each framework read, by its own loader, what stands at the paths it is given.
 
-    python -m tests.frameworks.alone OUT accelerate=PATH transformers=PATH deepspeed=ROOT ddp=PATH fsdp2=PATH fsdp1=PATH
+    python -m tests.frameworks.alone OUT accelerate=PATH transformers-fsdp2=PATH deepspeed=ROOT ddp=PATH fsdp2=PATH fsdp1=PATH
 
-Writes ``OUT.<name>.<rank>``: a digest of what each rank has then. The nets are here as well, for the ranks that save them.
+Writes ``OUT.<name>.<rank>``: a digest of what each rank has then. The nets and the settings are here as well, for the ranks that
+save them.
 """
 
 from __future__ import annotations
@@ -49,20 +50,74 @@ def said(*states: Any) -> str:
 # -- the frameworks ------------------------------------------------------------------------------------------------------
 
 
-def accelerated() -> tuple[Any, Any, Any]:
+ZERO2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
+FSDP2 = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+TRAINERS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": FSDP2, "deepspeed": {"deepspeed": ZERO2}}
+"""TrainingArguments by kind, after ``before(kind)``."""
+
+
+def before(kind: str) -> None:
+    """What a Trainer of that kind, or an engine, needs in this process."""
+    if kind == "fsdp2":
+        with_accelerator()
+    elif kind == "deepspeed":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use
+
+
+def with_accelerator() -> None:
+    """From here on Trainer believes that there is one, without which it passes FSDP over."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    real = PartialState.__init__
+
+    def made_up(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = made_up
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    """For Accelerator(): "ddp", "fsdp2", "fsdp-full" (rank 0 writes the whole model) or "deepspeed" (ZeRO-2)."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+
+    if kind == "deepspeed":
+        before(kind)
+        PartialState(cpu=True, backend="gloo")  # as TrainingArguments does; with cpu=True Accelerate passes the plugin over
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})}
+    if kind.startswith("fsdp"):
+        # Accelerate passes the plugin over without an accelerator, so it is told of one; the tensors stay where they are.
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False,
+            state_dict_type="FULL_STATE_DICT" if kind == "fsdp-full" else "SHARDED_STATE_DICT")}
+    return {"cpu": True}
+
+
+def accelerated(kind: str) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(**settings_of(kind))
     module = net()
     return accelerator, *accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))
 
 
 def of_accelerated(model: Any, optimizer: Any) -> str:
+    if hasattr(model, "save_checkpoint"):
+        return said(of_engine(model), torch.get_rng_state())
     return said(model.state_dict(), optimizer.state_dict(), torch.get_rng_state())
 
 
-def accelerate(path: str) -> str:
-    accelerator, model, optimizer = accelerated()
+def accelerate(path: str, kind: str) -> str:
+    accelerator, model, optimizer = accelerated(kind)
     accelerator.load_state(path)
     return of_accelerated(model, optimizer)
 
@@ -91,11 +146,13 @@ def of_trainer(trainer: Any) -> str:
     return said(trainer.model.state_dict(), torch.get_rng_state())
 
 
-def transformers(path: str) -> str:
+def transformers(path: str, kind: str) -> str:
     """Goes on from step 4 to the end."""
     from transformers import Trainer
 
-    trainer = Trainer(model=tiny(), args=arguments(path + "-none", save_strategy="no"), train_dataset=rows())
+    before(kind)
+    args = arguments(path + "-none", save_strategy="no", **TRAINERS[kind])
+    trainer = Trainer(model=tiny(), args=args, train_dataset=rows())
     trainer.train(resume_from_checkpoint=path)
     return of_trainer(trainer)
 
@@ -103,7 +160,7 @@ def transformers(path: str) -> str:
 def engine() -> Any:
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use
+    before("deepspeed")
     deepspeed.init_distributed("gloo")
     module = net()
     return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config={
@@ -164,9 +221,12 @@ def read(name: str, path: str, rank: int, port: int) -> str:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.distributed.init_process_group("gloo")
-    if name in ("ddp", "fsdp1", "fsdp2"):
-        return by_dcp(name, path)
-    found: str = {"accelerate": accelerate, "transformers": transformers, "deepspeed": deepspeed}[name](path)
+    framework, _, kind = name.partition("-")
+    if framework == "deepspeed":
+        return deepspeed(path)
+    if framework in ("ddp", "fsdp1", "fsdp2"):
+        return by_dcp(framework, path)
+    found: str = {"accelerate": accelerate, "transformers": transformers}[framework](path, kind or "ddp")
     return found
 
 

@@ -85,7 +85,7 @@ def saves(rank: int, world: int, root: str, zero: int) -> dict[str, Any]:
 
 
 def loads(rank: int, world: int, root: str, zero: int, tag: str | None, out: str) -> tuple[str, Any]:
-    """DeepSpeed's own loader, and its script, without a trace of distckpt in this process."""
+    """DeepSpeed's own loader, and its scripts, without a trace of distckpt in this process."""
     made = engine(zero)
     ours = [name for name in sys.modules if name.partition(".")[0] == "distckpt"]
     shown = final  # it was imported before, and asks the engine only
@@ -95,8 +95,10 @@ def loads(rank: int, world: int, root: str, zero: int, tag: str | None, out: str
     assert path is not None and os.path.dirname(path) == os.path.join(root, tag or Path(root, "latest").read_text().strip())
     found = shown(made)
     if zero and rank == 0 and tag is None:
-        sys.argv = ["zero_to_fp32.py", root, out]
-        runpy.run_path(os.path.join(root, "zero_to_fp32.py"), run_name="__main__")
+        sys.path.insert(0, root)  # as of a script that is run
+        for name, *more in (["zero_to_fp32.py", root, out], ["zero_to_torch.py", root, f"{out}-torch", "--dtype", "float32"]):
+            sys.argv = [name, *more]
+            runpy.run_path(os.path.join(root, name), run_name="__main__")
     return found, (client["epoch"], client["note"], made.global_steps, _weights(made) if zero < 3 else None)
 
 

@@ -8,16 +8,22 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from distckpt.saving.piecewriter import PieceWriter
 
 Save = Callable[..., None]
 Act = Callable[[Save, Any, Any], None]
+Faults = dict[int, tuple[int, Callable[[], AbstractContextManager[Any]], str]]
+"""By step: who, what goes wrong there, what every rank is told."""
 
 
 def name_of(where: Any) -> str:
@@ -26,21 +32,30 @@ def name_of(where: Any) -> str:
 
 
 @contextmanager
-def saving(part: str, act: Act) -> Iterator[None]:
-    """``torch.save`` of a file with ``part`` in its name does ``act(real, value, where)``."""
-    real = torch.save
+def instead(owner: Any, name: str, act: Callable[..., Any]) -> Iterator[None]:
+    """``owner.name(...)`` does ``act(real, ...)``."""
+    real = getattr(owner, name)
 
-    def save(value: Any, f: Any, *args: Any, **options: Any) -> None:
+    @wraps(real)
+    def other(*args: Any, **options: Any) -> Any:
+        return act(real, *args, **options)
+
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def saving(part: str, act: Act) -> AbstractContextManager[None]:
+    """``torch.save`` of a file with ``part`` in its name does ``act(real, value, where)``."""
+    def save(real: Save, value: Any, f: Any, *args: Any, **options: Any) -> None:
         if part in name_of(f):
             act(real, value, f)
         else:
             real(value, f, *args, **options)
 
-    torch.save = save
-    try:
-        yield
-    finally:
-        torch.save = real
+    return instead(torch, "save", save)
 
 
 @contextmanager
@@ -73,7 +88,7 @@ def full(real: Save, value: Any, where: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", name_of(where))
 
 
-def broken(real: Save, value: Any, where: Any) -> None:
+def broken(real: Save, *ignored: Any, **options: Any) -> None:
     raise RuntimeError("a bug in the framework")
 
 
@@ -87,6 +102,45 @@ def short(real: Save, value: Any, where: Any) -> None:
 
 def lost(real: Save, value: Any, where: Any) -> None:
     """Success, and no file, or nothing in it."""
+
+
+# -- DCP's writer, where a strategy shards ---------------------------------------------------------------------------------
+
+
+def full_shard() -> AbstractContextManager[None]:
+    """The disk takes nothing of this rank's shards."""
+    @contextmanager
+    def onto_a_full_disk(real: Any, self: Any, path: Any, mode: str) -> Iterator[Any]:
+        with open("/dev/full" if str(path).endswith(".distcp") else path, mode, buffering=0) as stream:
+            yield stream
+
+    return instead(FileSystem, "create_stream", onto_a_full_disk)
+
+
+def broken_shard() -> AbstractContextManager[None]:
+    return instead(FileSystemWriter, "write_data", broken)
+
+
+def short_shard(part: float | int) -> AbstractContextManager[None]:
+    """Success, though the last bytes (or this part of the file) never came."""
+    def cut(real: Any, self: Any, *args: Any) -> Any:
+        answer = real(self, *args)
+        path = Path(self.path, f"__{dist.get_rank()}_0.distcp")
+        size = path.stat().st_size
+        os.truncate(path, size - (part if isinstance(part, int) else int(size * part)))
+        return answer
+
+    return instead(FileSystemWriter, "write_data", cut)
+
+
+def short_metadata() -> AbstractContextManager[None]:
+    """Rank 0's list of what is where, without its end."""
+    def cut(real: Any, self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        path = Path(self.path, ".metadata")
+        os.truncate(path, path.stat().st_size - 3)
+
+    return instead(FileSystemWriter, "finish", cut)
 
 
 def hashes(folder: str | Path) -> dict[str, str]:

@@ -9,11 +9,13 @@ import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 BATCHES = 4
 
@@ -68,12 +70,38 @@ class Sharded(Net):
         fully_shard(self.net, mesh=mesh)
 
 
+class Flat(Net):
+    """FSDP1, as a user of FSDPStrategy writes it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
+
+
+class OnCpu(FSDPStrategy):
+    """Lightning refuses a CPU for the class itself, and torch unless it is told."""
+
+    def _setup_model(self, model: Any) -> Any:
+        init = FullyShardedDataParallel.__init__
+
+        def on_cpu(self: Any, *args: Any, **options: Any) -> None:
+            init(self, *args, **{**options, "device_id": torch.device("cpu")})
+
+        with mock.patch.object(FullyShardedDataParallel, "__init__", on_cpu):
+            return super()._setup_model(model)
+
+
+def net_of(kind: str) -> Net:
+    return {"fsdp1": Flat, "fsdp2": Sharded, "fsdp2-full": Sharded}.get(kind, Net)()
+
+
 def strategy_of(kind: str, world: int) -> Strategy | str:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
     if kind in ("fsdp2", "fsdp2-full"):
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo",
                                      save_distributed_checkpoint=kind == "fsdp2")
+    if kind == "fsdp1":
+        return OnCpu(state_dict_type="sharded", process_group_backend="gloo")
     assert kind == "one"
     return "auto"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,22 @@ from distckpt.errors import ConfigError, DiskFull, SaveError, StepAlreadyExists,
 from distckpt.options import Seams
 from distckpt.payloads import memory
 from distckpt.testing.faults import FaultyFiles, fail
-from tests.frameworks.hftools import broken, counted, full, hashes, lost, saving, short, without_us
+from tests.frameworks.alone import settings_of
+from tests.frameworks.hftools import (
+    Faults,
+    broken,
+    broken_shard,
+    counted,
+    full,
+    full_shard,
+    hashes,
+    lost,
+    saving,
+    short,
+    short_metadata,
+    short_shard,
+    without_us,
+)
 from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Story, Told, digest
 
@@ -26,33 +43,10 @@ pytest.importorskip("accelerate")
 stage = staged("accelerate", "torch.distributed.fsdp", "distckpt.integrations.accelerate", "distckpt.payloads.accelerator")
 
 
-def fsdp_on_cpu(kind: str) -> Any:
-    """The plugin. Accelerate passes it over without an accelerator, so it is told of one; the tensors stay where they are."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type=kind,
-                                          cpu_ram_efficient_loading=False)
-
-
-def prepared(rank: int, kind: str = "ddp", **options: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(rank: int, kind: str = "ddp") -> tuple[Any, Any, Any, Any]:
     from accelerate import Accelerator
 
-    if kind == "deepspeed":
-        from accelerate.state import PartialState
-        from accelerate.utils import DeepSpeedPlugin
-
-        PartialState(cpu=True, backend="gloo")  # as TrainingArguments does; with cpu=True Accelerate passes the plugin over
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config={
-            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2},
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})
-    elif kind.startswith("fsdp"):
-        options["fsdp_plugin"] = fsdp_on_cpu("FULL_STATE_DICT" if kind == "fsdp-full" else "SHARDED_STATE_DICT")
-    else:
-        options["cpu"] = True
-    accelerator = Accelerator(**options)
+    accelerator = Accelerator(**settings_of(kind))
     wanted = {"fsdp2": ("FSDP",), "fsdp-full": ("FSDP",), "deepspeed": ("DEEPSPEED",)}.get(kind, ("MULTI_CPU", "NO"))
     assert str(accelerator.distributed_type).endswith(wanted), accelerator.distributed_type
     torch.manual_seed(7)
@@ -114,19 +108,35 @@ def test_B42_story(stage: Stage, tmp_path: Path, background: bool) -> None:
             story.killed_thrice(plain, background)
 
 
-FAULTS: dict[int, tuple[int, str, Any, str]] = {  # step: who, which file, what happens to it, what every rank is told
-    2: (1, "random_states", full, "No space left"),
-    3: (0, "optimizer", broken, "a bug in the framework"),
-    4: (1, "random_states", short, "the archive is cut off"),
-    5: (1, "random_states", lost, "wrote nothing into this file"),
-    6: (0, "scheduler", short, "the archive is cut off"),
+ALL_RANKS: Faults = {  # what Accelerate itself writes, whatever the strategy
+    5: (1, partial(saving, "random_states", lost), "wrote nothing into this file"),
+    6: (0, partial(saving, "scheduler", short), "the archive is cut off"),
+}
+SHARD = {"ddp": "random_states_1", "fsdp2": "__1_0.distcp", "deepspeed": "zero_pp_rank_1"}
+"""A file of rank 1's."""
+FAULTS: dict[str, Faults] = {
+    "ddp": {
+        2: (1, partial(saving, "random_states", full), "No space left"),
+        3: (0, partial(saving, "optimizer", broken), "a bug in the framework"),
+        4: (1, partial(saving, "random_states", short), "the archive is cut off"),
+        **ALL_RANKS},
+    "fsdp2": {
+        2: (1, full_shard, "No space left"),
+        3: (1, broken_shard, "a bug in the framework"),
+        4: (1, partial(short_shard, 3), "the archive is cut off"),
+        **ALL_RANKS},
+    "deepspeed": {  # by DeepSpeed's own checkpoint engine, which calls torch.save
+        2: (1, partial(saving, SHARD["deepspeed"], full), "No space left"),
+        3: (1, partial(saving, SHARD["deepspeed"], broken), "a bug in the framework"),
+        4: (1, partial(saving, SHARD["deepspeed"], short), "the archive is cut off"),
+        **ALL_RANKS},
 }
 
 
-def faults(rank: int, world: int, root: str, background: bool) -> dict[str, Any]:
+def faults(rank: int, world: int, root: str, background: bool, kind: str = "ddp") -> dict[str, Any]:
     from distckpt.integrations.accelerate import Checkpointing
 
-    accelerator, model, optimizer, _ = prepared(rank)
+    accelerator, model, optimizer, _ = prepared(rank, kind)
     memory.LARGE = 1
     disk = FaultyFiles(REAL)
     told: dict[str, Any] = {}
@@ -143,13 +153,14 @@ def faults(rank: int, world: int, root: str, background: bool) -> dict[str, Any]
 
         assert save(1) is None
         before = hashes(f"{root}/step-1")
-        for step, (who, part, act, text) in FAULTS.items():
-            with saving(part if who == rank else "no such file", act):
+        for step, (who, fault, text) in FAULTS[kind].items():
+            with fault() if who == rank else nullcontext():
                 error = save(step)
-            assert error is not None and list(error.failures) == [who] and text in str(error), (step, error)
-            assert isinstance(error, DiskFull) == (act is full), error
+            assert error is not None and text in str(error.failures.get(who)), (step, error)
+            assert isinstance(error, DiskFull) == ("No space" in text), error
+            told.setdefault("wrongly blamed", {}).update({step: str(error)} if list(error.failures) != [who] else {})
         if rank == 1:
-            disk.faults.append(fail(errno.ENOSPC, op=("fsync", "fsync_file"), path="random_states_1"))
+            disk.faults.append(fail(errno.ENOSPC, op=("fsync", "fsync_file"), path=SHARD[kind]))
         error = save(7)
         assert isinstance(error, DiskFull) and list(error.failures) == [1] and (rank == 0 or disk.faults[0].fired)
         assert manager.all_steps() == [1] and hashes(f"{root}/step-1") == before
@@ -162,15 +173,63 @@ def faults(rank: int, world: int, root: str, background: bool) -> dict[str, Any]
 
 @pytest.mark.xdist_group("accelerate")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_B133_what_goes_wrong_in_accelerates_writer_on_one_rank_ends_the_save_on_all(
-        stage: Stage, tmp_path: Path, background: bool) -> None:
+        stage: Stage, tmp_path: Path, kind: str, background: bool) -> None:
     """ENOSPC, an exception, a file that is short although the writer said nothing, a rank's random states that are missing: each
     is that rank's failure on every rank, the checkpoint before it stays, and the next save works."""
-    for told in stage.values(2, faults, str(tmp_path / "root"), background):
+    for told in stage.values(2, faults, str(tmp_path / "root"), background, kind):
+        if kind != "fsdp2" or not background:  # test_a_rank_that_another_ended_is_not_blamed
+            assert told["wrongly blamed"] == {}
         assert told["steps"] == [1, 8]
         assert [name for name in told["left"] if name.startswith("step-")] == ["step-1", "step-8"]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("distckpt-scratch-") and os.stat(
         f"/dev/shm/{name}").st_mtime > (tmp_path / "root").stat().st_ctime]
+
+
+def blames(rank: int, world: int, root: str) -> list[int]:
+    from distckpt.integrations.accelerate import Checkpointing
+
+    accelerator, *_ = prepared(rank, "fsdp2")
+    with distckpt.CheckpointManager(root) as manager, broken_shard() if rank == 1 else nullcontext():
+        with pytest.raises(SaveError, match="a bug in the framework") as caught:
+            Checkpointing(accelerator, manager).save(1, background=True)
+            manager.wait()
+        return list(caught.value.failures)
+
+
+@pytest.mark.xdist_group("accelerate")
+@pytest.mark.xfail(strict=True, reason="terms.refuse reports PeerFailed as a failure: staging by a framework's collectives "
+                                       "that rank 1 ended says 'failed on 2 of 2 ranks ... rank 0: PeerFailed: '")
+def test_a_rank_that_another_ended_is_not_blamed(stage: Stage, tmp_path: Path) -> None:
+    """A background save of FSDP2 by Accelerate, or Trainer: DCP's collectives run while it is staged."""
+    assert stage.values(2, blames, str(tmp_path / "root")) == [[1], [1]]
+
+
+def believed(rank: int, world: int, root: str, background: bool) -> list[str]:
+    """Of DCP's files that are short although it said nothing: which were committed."""
+    from distckpt.integrations.accelerate import Checkpointing
+
+    accelerator, *_ = prepared(rank, "fsdp2")
+    committed = []
+    with distckpt.CheckpointManager(root) as manager:
+        checkpoints = Checkpointing(accelerator, manager)
+        for step, (who, what, fault) in enumerate([(1, "half a shard", partial(short_shard, 0.5)),
+                                                   (0, "no end of .metadata", short_metadata)]):
+            with fault() if rank == who else nullcontext(), suppress(SaveError):
+                checkpoints.save(step, background=background)
+                manager.wait()
+                committed.append(what)
+    return committed
+
+
+@pytest.mark.xdist_group("accelerate")
+@pytest.mark.xfail(strict=True, reason="whole.check knows no end of DCP's files: a shard is taken for one zip archive, so one "
+                                       "that ends soon after one of its tensors passes, and any .metadata does")
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+def test_B89_dcps_word_is_not_taken_for_files_that_are_short(stage: Stage, tmp_path: Path, background: bool) -> None:
+    for committed in stage.values(2, believed, str(tmp_path / "root"), background):
+        assert committed == []
 
 
 def stranded(rank: int, world: int, root: str) -> None:

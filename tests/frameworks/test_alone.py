@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,8 +19,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("deepspeed", reason="needs DeepSpeed")
 
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.distributed.checkpoint import FileSystemWriter
 
 import distckpt
+from distckpt.payloads import dcp, torchfile
 from tests.frameworks import alone
 from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS, Stage, staged
 
@@ -29,19 +35,32 @@ stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.m
                "distckpt.integrations.accelerate", "torch.distributed.fsdp")
 
 
-def by_accelerate(rank: int, world: int, root: str) -> str:
+@contextmanager
+def by_its_own(kind: str, rank: int, saves: int) -> Iterator[None]:
+    """In so many saves the framework's own writer writes each shard once, and none of ours serialises anything."""
+    with mock.patch.object(FileSystemWriter, "write_data", autospec=True, side_effect=FileSystemWriter.write_data) as by_dcp, \
+            mock.patch.object(TorchCheckpointEngine, "save", autospec=True, side_effect=TorchCheckpointEngine.save) as by_ds, \
+            mock.patch.object(torchfile, "write") as ours, mock.patch.object(dcp, "write_state") as ours_too:
+        yield
+    assert by_dcp.call_count == (2 * saves if kind == "fsdp2" else 0), "the model and the optimizer"
+    assert by_ds.call_count == ((2 - rank) * saves if kind == "deepspeed" else 0), "rank 0's weights, everybody's optimizer"
+    assert not ours.called and not ours_too.called
+
+
+def by_accelerate(rank: int, world: int, root: str, kind: str) -> str:
     from distckpt.integrations.accelerate import Checkpointing
 
-    accelerator, model, optimizer = alone.accelerated()
+    accelerator, model, optimizer = alone.accelerated(kind)
     torch.manual_seed(rank)
     accelerator.backward(model(torch.randn(4, 8)).square().mean())
     optimizer.step()
-    with distckpt.CheckpointManager(root) as manager:
+    with by_its_own(kind, rank, 2), distckpt.CheckpointManager(root) as manager:
+        Checkpointing(accelerator, manager).save(3)
         Checkpointing(accelerator, manager).save(4, background=True)
     return alone.of_accelerated(model, optimizer)
 
 
-def by_trainer(rank: int, world: int, root: str) -> str:
+def by_trainer(rank: int, world: int, root: str, kind: str) -> str:
     from transformers import Trainer
 
     from distckpt.integrations.transformers import CrashSafe
@@ -49,8 +68,10 @@ def by_trainer(rank: int, world: int, root: str) -> str:
     class MyTrainer(CrashSafe, Trainer):
         pass
 
-    trainer = MyTrainer(model=alone.tiny(), args=alone.arguments(root), train_dataset=alone.rows())
-    trainer.train()
+    alone.before(kind)
+    trainer = MyTrainer(model=alone.tiny(), args=alone.arguments(root, **alone.TRAINERS[kind]), train_dataset=alone.rows())
+    with by_its_own(kind, rank, 3):
+        trainer.train()
     return alone.of_trainer(trainer)
 
 
@@ -76,7 +97,9 @@ def by_dcp(rank: int, world: int, root: str, kind: str) -> str:
 
 
 SAVERS: dict[str, tuple[Any, tuple[str, ...], str]] = {
-    "accelerate": (by_accelerate, (), "step-4"), "transformers": (by_trainer, (), "checkpoint-4"),
+    "accelerate": (by_accelerate, ("ddp",), "step-4"), "transformers": (by_trainer, ("ddp",), "checkpoint-4"),
+    **{f"accelerate-{kind}": (by_accelerate, (kind,), "step-4") for kind in ("fsdp2", "deepspeed")},
+    **{f"transformers-{kind}": (by_trainer, (kind,), "checkpoint-4") for kind in ("fsdp2", "deepspeed")},
     "deepspeed": (by_deepspeed, (), ""), **{kind: (by_dcp, (kind,), "step-4") for kind in ("ddp", "fsdp2", "fsdp1")},
 }
 

@@ -11,16 +11,13 @@ import torch
 
 import distckpt
 from tests.frameworks import test_accelerate, test_transformers
+from tests.frameworks.alone import ZERO2
 from tests.frameworks.stage import Stage, staged
 from tests.frameworks.story import Job, Story, digest
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-
-ZERO2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.01}}}
-
 
 stage = staged("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "tests.frameworks.dsranks",
                "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.pipe", "torch._dynamo",
@@ -53,6 +50,18 @@ def test_B31_trainer_holds_the_engine(stage: Stage, tmp_path: Path) -> None:
         assert (root / "checkpoint-6" / "latest").read_text() == "global_step6"
         assert (root / "checkpoint-6" / "zero_to_fp32.py").exists()
         story.killed_thrice(plain, background)
+
+
+@pytest.mark.xdist_group("hf-deepspeed")
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+def test_B133_what_goes_wrong_in_deepspeeds_writer_on_one_rank_ends_the_save_on_all(
+        stage: Stage, tmp_path: Path, background: bool) -> None:
+    """ENOSPC, an exception, a short file: rank 1's shard of the engine that Accelerate or Trainer holds."""
+    for told in stage.values(2, test_accelerate.faults, str(tmp_path / "accelerate"), background, "deepspeed"):
+        assert told["wrongly blamed"] == {} and told["steps"] == [1, 8]
+    for told in stage.values(2, test_transformers.faults, str(tmp_path / "trainer"), background, "deepspeed"):
+        assert told["wrongly blamed"] == {} and told["failed"] == [2, 3, 4, 5, 6]
+        assert told["left"] == ["checkpoint-1", "checkpoint-7"]
 
 
 ZERO3 = {**ZERO2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -18,8 +17,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distckpt
 from distckpt.durable import REAL
@@ -28,7 +25,6 @@ from distckpt.integrations.lightning import Checkpointing, DurableCheckpointIO
 from distckpt.launch import finish
 from distckpt.testing.faults import FaultyFiles, Operation, call, fail
 from distckpt.testing.forks import alone
-from tests.fakegpu import FakeGpu
 from tests.frameworks.lightning_job import Started, the_stage
 from tests.frameworks.lightning_nets import Loader, Net, state_of, trainer_of
 from tests.frameworks.story import digest
@@ -196,6 +192,8 @@ def _refusals(root: str) -> dict[str, str]:
     refused("root", lambda: fit(root, 2, ModelCheckpoint(dirpath=root, every_n_train_steps=1)))
     refused("inside", lambda: fit(root, 2, ModelCheckpoint(dirpath=f"{root}/.distckpt/x", every_n_train_steps=1)))
     assert steps_of(root) == [] and glob.glob(f"{root}/**/*.ckpt", recursive=True) == []
+    with pytest.raises(ValueError, match="requires a GPU accelerator"):  # so FSDPStrategy is tested on a mocked one
+        pl.Trainer(strategy="fsdp", accelerator="cpu")
     refused("async", lambda: fit(root, 2, trainer={"plugins": [AsyncCheckpointIO()]}))
     fit(root, 2)
     refused("other", lambda: fit(root, 4, ckpt_path=_single(f"{root}-single")))
@@ -296,56 +294,3 @@ def test_the_durable_checkpoint_io_in_a_trainer(tmp_path: Path) -> None:
     _, theirs, ours = in_one(_with_io, str(tmp_path))
     assert theirs == ["epoch=0-step=4.ckpt"]
     assert ours == ["checkpoint.ckpt", "commit.json", "members.rank-00000-of-00001.pt"]
-
-
-# -- FSDP1, which Lightning runs on a GPU only ---------------------------------------------------------------------------
-
-
-class _OnCpu(FSDPStrategy):
-    """Lightning refuses a CPU for the class itself, and torch unless it is told."""
-
-    def _setup_model(self, model: Any) -> Any:
-        init = FullyShardedDataParallel.__init__
-
-        def on_cpu(self: Any, *args: Any, **options: Any) -> None:
-            init(self, *args, **{**options, "device_id": torch.device("cpu")})
-
-        with mock.patch.object(FullyShardedDataParallel, "__init__", on_cpu):
-            return super()._setup_model(model)
-
-
-class _Flat(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.trainer.model.parameters(), lr=0.01)
-
-
-class _Gpu(pl.Callback):
-    """From here on every tensor counts as one on a device."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        manager = next(c for c in trainer.callbacks if isinstance(c, Checkpointing)).manager
-        self.gpu = manager._behind.device = FakeGpu()
-
-
-def _fsdp(rank: int, world: int, root: str, steps: int) -> Any:
-    checkpointing = Checkpointing(root, save_every=2, background=True)
-    strategy = _OnCpu(state_dict_type="sharded", process_group_backend="gloo")
-    trainer = trainer_of("ddp", world, steps, started := Started(), checkpointing, gpu := _Gpu(), strategy=strategy)
-    torch.manual_seed(100 + rank)
-    trainer.fit(_Flat(), Loader(rank), ckpt_path=checkpointing.ckpt_path)
-    return started.step, digest(state_of(trainer)), gpu.gpu.waits
-
-
-def test_fsdp1_on_the_mocked_gpu(tmp_path: Path) -> None:
-    """Saved behind the training from a device whose copies end late; the resumed run ends as the uninterrupted one. (With
-    ``state_dict_type="full"`` torch gathers by way of the device's memory, and dies without one.)"""
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        pl.Trainer(strategy="fsdp", accelerator="cpu")
-    whole = the_stage().values(2, _fsdp, str(tmp_path / "whole"), 6)
-    first = the_stage().values(2, _fsdp, str(tmp_path / "root"), 4)
-    second = the_stage().values(2, _fsdp, str(tmp_path / "root"), 6)
-    assert [t[0] for t in first + second] == [0, 0, 4, 4]
-    assert [t[1] for t in second] == [t[1] for t in whole]
-    assert all(t[2] >= 3 for t in whole), "nothing was copied from the device"
-    assert sorted(os.listdir(tmp_path / "root" / "step-6" / "checkpoint.ckpt")) == [
-        ".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]

@@ -23,8 +23,8 @@ from distckpt.errors import RankTimeout, SaveError
 from distckpt.integrations.lightning import Checkpointing
 from distckpt.payloads.lightning import Lightning
 from distckpt.payloads.rng import Rng
-from tests.frameworks.lightning_job import the_stage
-from tests.frameworks.lightning_nets import Loader, Net, Sharded, trainer_of
+from tests.frameworks.lightning_job import Gpu, the_stage
+from tests.frameworks.lightning_nets import Loader, Net, Sharded, net_of, trainer_of
 
 pytestmark = pytest.mark.xdist_group("lightning")
 
@@ -109,6 +109,9 @@ FAULTS: dict[str, list[tuple[str, Patch, int, str]]] = {
 }
 
 
+FAULTS["fsdp1"] = FAULTS["fsdp2"]  # both strategies write by DCP, and their meta.pt by torch.save
+
+
 class _Attempts(pl.Callback):
     """After step 1, a good save. After each further step, a save that must fail, synchronous and in the background."""
 
@@ -138,8 +141,9 @@ def _failing(rank: int, world: int, root: str, kind: str) -> list[Any]:
     checkpointing = Checkpointing(root, keep_last=1, on_exists="skip")
     attempts = _Attempts(rank, root, kind, checkpointing)
     steps = len(FAULTS[kind]) + 2
-    trainer = trainer_of(kind, world, steps, attempts, checkpointing)
-    trainer.fit(Sharded() if kind == "fsdp2" else Net(), Loader(rank, 99), ckpt_path=checkpointing.ckpt_path)
+    mocked = [Gpu()] if kind == "fsdp1" else []
+    trainer = trainer_of(kind, world, steps, attempts, checkpointing, *mocked)
+    trainer.fit(net_of(kind), Loader(rank, 99), ckpt_path=checkpointing.ckpt_path)
     return attempts.told
 
 

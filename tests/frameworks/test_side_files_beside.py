@@ -56,7 +56,7 @@ def beside(root: str, step: int, naming: str = "step") -> list[str]:
 def by_accelerate(rank: int, world: int, root: str, background: bool) -> tuple[str, list[list[str]]]:
     from distckpt.integrations.accelerate import Checkpointing
 
-    accelerator, *_ = alone.accelerated()
+    accelerator, *_ = alone.accelerated("ddp")
     names = Names(rank)
     accelerator.register_save_state_pre_hook(lambda models, weights, directory: names.write(directory))
     with distckpt.CheckpointManager(root) as manager:
