@@ -199,8 +199,6 @@ def blames(rank: int, world: int, root: str) -> list[int]:
 
 
 @pytest.mark.xdist_group("accelerate")
-@pytest.mark.xfail(strict=True, reason="terms.refuse reports PeerFailed as a failure: staging by a framework's collectives "
-                                       "that rank 1 ended says 'failed on 2 of 2 ranks ... rank 0: PeerFailed: '")
 def test_a_rank_that_another_ended_is_not_blamed(stage: Stage, tmp_path: Path) -> None:
     """A background save of FSDP2 by Accelerate, or Trainer: DCP's collectives run while it is staged."""
     assert stage.values(2, blames, str(tmp_path / "root")) == [[1], [1]]
@@ -224,8 +222,6 @@ def believed(rank: int, world: int, root: str, background: bool) -> list[str]:
 
 
 @pytest.mark.xdist_group("accelerate")
-@pytest.mark.xfail(strict=True, reason="whole.check knows no end of DCP's files: a shard is taken for one zip archive, so one "
-                                       "that ends soon after one of its tensors passes, and any .metadata does")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
 def test_B89_dcps_word_is_not_taken_for_files_that_are_short(stage: Stage, tmp_path: Path, background: bool) -> None:
     for committed in stage.values(2, believed, str(tmp_path / "root"), background):
