@@ -47,6 +47,23 @@ class Tied(torch.nn.Module):
 class Loop:
     def __init__(self, kind: str, world: int, seed: int = 0) -> None:
         torch.manual_seed(seed)
+        model = self._wrapped(kind, world)
+        self.model, self.kind = model, kind
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.optimizers = [torch.optim.AdamW([p for name, p in named if "block" not in name], lr=0.1),
+                           torch.optim.SGD([p for name, p in named if "block" in name], lr=0.1, momentum=0.9)]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        if kind in ("fsdp2", "hsdp"):
+            self.average: Any = {name: p.detach().clone() for name, p in model.named_parameters()}
+        elif kind == "ddp":
+            self.average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        else:  # FSDP1 is not to be copied: an average is a module of its own, sharded alike
+            self.average = self._wrapped(kind, world)
+            self.average.load_state_dict(model.state_dict())
+
+    @staticmethod
+    def _wrapped(kind: str, world: int) -> Any:
         model: Any = Tied()
         half = torch.bfloat16
         if kind in ("fsdp2", "hsdp"):
@@ -61,23 +78,11 @@ class Loop:
             model = FullyShardedDataParallel(model, **how)
         else:
             model = torch.nn.parallel.DistributedDataParallel(model)
-        self.model, self.kind = model, kind
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.optimizers = [torch.optim.AdamW([p for name, p in named if "block" not in name], lr=0.1),
-                           torch.optim.SGD([p for name, p in named if "block" in name], lr=0.1, momentum=0.9)]
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in self.optimizers]
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        if kind in ("fsdp2", "hsdp"):
-            self.average: Any = {name: p.detach().clone() for name, p in model.named_parameters()}
-        elif kind == "ddp":
-            self.average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        else:
-            self.average = None
+        return model
 
     def state(self) -> distckpt.TrainState:
-        more = {} if self.average is None else {"average": self.average}
         return distckpt.TrainState(model=self.model, optimizer=self.optimizers, scheduler=self.schedulers[0],
-                                   second=self.schedulers[1], scaler=self.scaler, **more)
+                                   second=self.schedulers[1], scaler=self.scaler, average=self.average)
 
     def step(self, number: int) -> None:
         """Data that are the same on all ranks, so that the number of ranks makes no difference."""
@@ -94,14 +99,18 @@ class Loop:
         self.scaler.update()
         if isinstance(self.average, AveragedModel):
             self.average.update_parameters(self.model.module)
-        elif self.average is not None:
+        elif self.kind == "fsdp1":
+            with torch.no_grad():
+                for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+        else:
             for name, parameter in self.model.named_parameters():
                 self.average[name].lerp_(parameter.detach(), 0.1)
 
     def digest(self) -> str:
         """Of everything, unsharded."""
-        average = get_model_state_dict(self.average) if isinstance(self.average, AveragedModel) else {
-            name: tensor.full_tensor() for name, tensor in (self.average or {}).items()}
+        average = {name: tensor.full_tensor() for name, tensor in self.average.items()} if isinstance(
+            self.average, dict) else get_model_state_dict(self.average, options=FULL)
         return digest([get_model_state_dict(self.model, options=FULL), average, self.scaler.state_dict(),
                        get_optimizer_state_dict(self.model, self.optimizers, options=FULL),
                        [s.state_dict() for s in self.schedulers]])

@@ -63,11 +63,24 @@ def test_an_example_that_loses_a_rank_in_a_save_ends_as_if_it_had_not(name: str,
     assert [c.step for c in distckpt.open(tmp_path / "root").checkpoints()][:2] == [8, 6]
 
 
+# Around an example that has no process group of torch's: nobody makes one for it, on any thread.
+NO_GROUP = """
+import torch.distributed
+def _refuse(*args, **options):
+    raise AssertionError("somebody makes a process group")
+torch.distributed.init_process_group = torch.distributed.new_group = _refuse
+"""
+STILL_NONE = """
+assert not torch.distributed.is_initialized()
+print("no process group")
+"""
+
+
 @pytest.mark.xdist_group("examples")
 def test_the_mpi_example_that_loses_a_rank_in_a_save_ends_as_if_it_had_not(tmp_path: Path) -> None:
     def mpiexec(before: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name("mpiexec")), "-n", "2", sys.executable, "-c",
-                   before + program("mpi_numpy.py"), str(tmp_path / "root"), "50"]
+                   NO_GROUP + before + program("mpi_numpy.py") + STILL_NONE, str(tmp_path / "root"), "50"]
         return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
     first = mpiexec(KILL.format(step=30, rank=1))
@@ -75,6 +88,7 @@ def test_the_mpi_example_that_loses_a_rank_in_a_save_ends_as_if_it_had_not(tmp_p
     assert [c.step for c in distckpt.open(tmp_path / "root").checkpoints()] == [20, 10]
     again = mpiexec("")
     assert again.returncode == 0, again.stderr
+    assert again.stdout.count("no process group\n") == 2, again.stdout
     begun, ended, said = told(again.stdout)
     sys.path.insert(0, str(EXAMPLES))
     try:

@@ -283,3 +283,69 @@ def test_the_push_at_the_end_takes_the_model_and_of_ours_one_line(stage: Stage, 
     assert none == [] and {"model.safetensors", "config.json", "README.md", "latest"} <= set(sent)
     assert not [name for name in sent if "distckpt" in name or name.startswith("checkpoint-") or "commit.json" in name], sent
     assert (root / "latest").read_text() == "checkpoint-2\n" and (root / ".distckpt" / "root.json").exists()
+
+
+HUB: dict[str, tuple[int, set[str]]] = {  # hub_strategy: in how many pushes, which files among others
+    "end": (1, {"model.safetensors", "README.md"}),
+    "every_save": (2, {"model.safetensors", "training_args.bin"}),
+    "checkpoint": (4, {"model.safetensors", "last-checkpoint/commit.json", "last-checkpoint/rng_state.pth"}),
+    "all_checkpoints": (4, {"model.safetensors", "checkpoint-2/commit.json", "checkpoint-4/commit.json",
+                            "checkpoint-4/rng_state.pth"}),
+}
+
+
+def pushes(rank: int, world: int, root: str, strategies: list[str], background: bool) -> dict[str, Any]:
+    """The network is not there; what would have been sent is."""
+    import huggingface_hub
+    from huggingface_hub import _upload_pipeline
+
+    sent: list[list[str]] = []
+    held: list[bool] = []
+
+    def send(api: Any, *ignored: Any, **told: Any) -> None:
+        operations = told.get("add_operations") or told["operations"]
+        held.append(any(os.scandir(f"{place}/.distckpt/leases")))
+        sent.append([operation.path_in_repo for operation in operations])
+        assert all(os.path.exists(operation.path_or_fileobj) for operation in operations)
+
+    _upload_pipeline.pipelined_upload = send
+    huggingface_hub.HfApi.create_commit = send
+    huggingface_hub.HfApi._validate_yaml = lambda self, *args, **ignored: None
+    huggingface_hub.HfApi.create_repo = lambda self, *args, **ignored: huggingface_hub.RepoUrl("https://huggingface.co/x/y")
+    found: dict[str, Any] = {}
+    for strategy in strategies:
+        place, late = f"{root}/{strategy}", strategy == "end"
+        sent, held = [], []
+        options = {"push_to_hub": True, "hub_model_id": "x/y", "hub_strategy": strategy, "hub_always_push": True}
+        if not late:
+            with pytest.raises(ConfigError, match="background_saves=True with push_to_hub"):
+                made(place, Job(background=True), **options)
+        trainer = made(place, Job(background=background), save_total_limit=1, max_steps=4, **options)
+        trainer.train()
+        assert not (late and sent), "before the end"
+        if late:
+            trainer.push_to_hub()
+        found[strategy] = {"sent": sent, "held": held, "left": list(Path(f"{place}/.distckpt/leases").rglob("*.json"))}
+    return found
+
+
+def assert_sent(strategy: str, told: dict[str, Any]) -> None:
+    count, wanted = HUB[strategy]
+    names = {name for files in told["sent"] for name in files}
+    assert len(told["sent"]) == count, (strategy, told["sent"])
+    assert told["held"] == [strategy != "end"] * count and told["left"] == [], strategy
+    assert not [name for name in names if ".distckpt" in name], strategy
+    assert wanted <= names, (strategy, wanted - names)
+
+
+def test_a_push_to_the_hub_takes_committed_files_and_nothing_of_ours(stage: Stage, tmp_path: Path) -> None:
+    """By each hub_strategy. While a checkpoint is sent a lease keeps it from rotation; what is sent at the end is none."""
+    for strategy, told in stage.values(1, pushes, str(tmp_path / "root"), list(HUB), False, limit=90)[0].items():
+        assert_sent(strategy, told)
+
+
+@pytest.mark.xfail(strict=True, reason="CrashSafe._push_from_checkpoint takes a lease on a checkpoint that hub_strategy='end' "
+                                       "never pushes, and in the background there is none yet: StopIteration ends the run")
+def test_saves_in_the_background_and_a_push_at_the_end(stage: Stage, tmp_path: Path) -> None:
+    """What the refusal of background saves with another hub_strategy says to do."""
+    assert_sent("end", stage.values(1, pushes, str(tmp_path / "root"), ["end"], True)[0]["end"])

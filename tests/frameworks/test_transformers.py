@@ -194,6 +194,20 @@ def test_B133_what_goes_wrong_in_trainers_writers_on_one_rank_ends_the_save_on_a
 LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
 
 
+def measured_as(trainer: Any, losses: dict[int, float]) -> dict[int, str]:
+    """Every evaluation says what ``losses`` has for the step; a digest of the weights at each, as they come."""
+    weights: dict[int, str] = {}
+
+    def evaluate(trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        weights[trainer.state.global_step] = digest(trainer.model.state_dict())
+        metrics = {"eval_loss": losses[trainer.state.global_step]}
+        trainer.log(metrics)
+        return metrics
+
+    trainer._evaluate = evaluate
+    return weights
+
+
 def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
     """Best at step 2 of 6, and a limit: what stays, what the state names, what is loaded at the end; who wrote each file."""
     from transformers import modeling_utils
@@ -201,15 +215,7 @@ def options(rank: int, world: int, root: str, limit: int) -> dict[str, Any]:
     background = limit == 3
     trainer = made(root, Job(background=background), save_steps=1, eval_strategy="steps", eval_steps=1,
                    load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False, save_total_limit=limit)
-    weights: dict[int, str] = {}
-
-    def evaluate(trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        weights[trainer.state.global_step] = digest(trainer.model.state_dict())
-        metrics = {"eval_loss": LOSSES[trainer.state.global_step]}
-        trainer.log(metrics)
-        return metrics
-
-    trainer._evaluate = evaluate
+    weights = measured_as(trainer, LOSSES)
     with counted((modeling_utils, "safe_save_file")) as calls:
         trainer.train()
     path = f"{root}/checkpoint-6"
@@ -333,37 +339,39 @@ def apart(rank: int, world: int, folder: str) -> None:
     made(f"{folder}/run-{rank}", Job()).train()
 
 
-def pushed(rank: int, world: int, root: str) -> dict[str, Any]:
-    """The network is not there; what would have been sent is."""
-    import huggingface_hub
-    from huggingface_hub import _upload_pipeline
+WHEN: dict[str, tuple[dict[str, Any], list[int]]] = {  # TrainingArguments, and the steps that they save at
+    "each epoch": ({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 10},
+                   [2, 4, 6]),
+    "the best": ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
+                  "greater_is_better": False}, [1, 2]),
+    "a part of the run": ({"save_steps": 0.3, "max_steps": 10}, [3, 6, 9, 10]),
+}
 
-    sent: list[tuple[str, list[str]]] = []
-    held: list[bool] = []
 
-    def send(api: Any, *ignored: Any, **told: Any) -> None:
-        operations = told.get("add_operations") or told["operations"]
-        held.append(any(os.scandir(f"{root}/.distckpt/leases")))
-        sent.append((told["commit_message"], [operation.path_in_repo for operation in operations]))
-        assert all(os.path.exists(operation.path_or_fileobj) for operation in operations)
-
-    _upload_pipeline.pipelined_upload = send
-    huggingface_hub.HfApi.create_commit = send
-    huggingface_hub.HfApi.create_repo = lambda self, *args, **ignored: huggingface_hub.RepoUrl("https://huggingface.co/x/y")
-    with pytest.raises(ConfigError, match="background_saves=True with push_to_hub"):
-        made(root, Job(background=True), push_to_hub=True, hub_model_id="x/y")
-    made(root, Job(background=True), push_to_hub=True, hub_model_id="x/y", hub_strategy="end")
-    trainer = made(root, Job(), push_to_hub=True, hub_model_id="x/y", hub_strategy="all_checkpoints", hub_always_push=True,
-                   save_total_limit=1, max_steps=4)
-    trainer.train()
-    left = list(Path(f"{root}/.distckpt/leases").rglob("*.json"))
-    return {"sent": sent, "held": held, "left": left}
+def when(rank: int, world: int, root: str) -> dict[str, list[list[int]]]:
+    """Which steps were saved, without a limit; and again when the last is gone and the run goes on from the one before."""
+    told: dict[str, list[list[int]]] = {}
+    for name, (options, _) in WHEN.items():
+        place, ends = Path(root, name), set()
+        for background in (False, True):
+            trainer = made(str(place), Job(background=background), save_total_limit=None, **options)
+            measured_as(trainer, LOSSES)
+            trainer.train(resume_from_checkpoint=background)
+            ends.add(final(trainer.model))
+            steps = sorted(int(path.name.partition("-")[2]) for path in place.glob("checkpoint-*"))
+            told.setdefault(name, []).append(steps)
+            assert trainer._initial_global_step == (steps[-2] if background else 0), name
+            torch.distributed.barrier()
+            if rank == 0 and not background:
+                shutil.rmtree(place / f"checkpoint-{steps[-1]}")
+            torch.distributed.barrier()
+        assert len(ends) == 1, f"{name}: what goes on ends elsewhere"
+        if name == "the best":
+            assert trainer.state.best_model_checkpoint == f"{place}/checkpoint-2"
+    return told
 
 
 @pytest.mark.xdist_group("transformers")
-def test_a_push_to_the_hub_takes_committed_files_and_nothing_of_ours(stage: Stage, tmp_path: Path) -> None:
-    told = stage.values(1, pushed, str(tmp_path / "root"))[0]
-    names = {name for _, files in told["sent"] for name in files}
-    assert len(told["sent"]) == 4 and all(told["held"]) and told["left"] == []
-    assert not [name for name in names if ".distckpt" in name]
-    assert {"model.safetensors", "checkpoint-2/commit.json", "checkpoint-4/commit.json", "checkpoint-4/rng_state.pth"} <= names
+def test_training_arguments_say_when_and_without_a_limit_all_stays(stage: Stage, tmp_path: Path) -> None:
+    for told in stage.values(2, when, str(tmp_path), limit=90):
+        assert told == {name: [steps] * 2 for name, (_, steps) in WHEN.items()}
