@@ -21,7 +21,7 @@ from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.layout import HOME, Naming
 from distckpt.leases import Lease
 from distckpt.manager import CheckpointManager
-from distckpt.payloads.deepspeed import writing_late
+from distckpt.payloads.deepspeed import check_world, writing_late
 from distckpt.payloads.framework import FrameworkFiles, Held
 from distckpt.payloads.memory import Memory
 from distckpt.reader import open_root
@@ -145,6 +145,7 @@ class CrashSafe(Trainer):  # type: ignore[misc]
         if checkpoint.meta.get(_MODEL_ONLY):
             log.warning("%s was saved with save_only_model: optimizer, scheduler and random states start anew", checkpoint.name)
             return
+        check_world(checkpoint, world)
         if checkpoint.world != world:
             if not self.allow_world_change:
                 raise WorldMismatch(f"{checkpoint.name} was saved by {checkpoint.world} ranks and is resumed by {world}: random "

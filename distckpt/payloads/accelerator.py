@@ -13,7 +13,7 @@ from distckpt import options
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
 from distckpt.payloads.base import Ranks
-from distckpt.payloads.deepspeed import writing_late
+from distckpt.payloads.deepspeed import check_world, writing_late
 from distckpt.payloads.framework import FrameworkFiles, Held, all_or_none
 from distckpt.payloads.rng import Rng
 
@@ -75,6 +75,7 @@ class AcceleratorState(FrameworkFiles):
         same = checkpoint.world == ranks.world
         error = None
         try:
+            check_world(checkpoint, ranks.world)
             if same:
                 _check_random_states(checkpoint, _random_states(ranks.rank))
             elif self._rule == "error":

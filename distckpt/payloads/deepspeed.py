@@ -148,15 +148,26 @@ class DeepSpeed:
             raise ConfigError("with load_optimizer_states=False, ZeRO-3 takes the weights from what 'latest' names, "
                               "whichever was asked for (DeepSpeed issue 8499): load the optimizer's state as well")
         if checkpoint.world != ranks.world and is_spread(engine):
-            raise WorldMismatch(
-                f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {ranks.world}: DeepSpeed does not "
-                f"reshard what it spread over them. Load with {checkpoint.world} ranks, or convert it to a universal checkpoint: "
-                f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {checkpoint.directory} --output_folder DIR, "
-                'and load DIR by engine.load_checkpoint with "checkpoint": {"load_universal": true}',
-                step=checkpoint.step, saved=checkpoint.world, now=ranks.world)
+            raise _other_world(checkpoint, ranks.world)
         for name in checkpoint.names:
             if checkpoint.entry(name).rank % ranks.world == ranks.rank:
                 checkpoint.check(name)
+
+
+def check_world(checkpoint: Checkpoint, world: int) -> None:
+    """WorldMismatch when ``checkpoint``, whoever saved it, holds what ZeRO spread over another number of ranks. Local."""
+    shards = [name for name in checkpoint.names if "zero_pp_rank_" in os.path.basename(name)]
+    if checkpoint.world != world and shards:
+        raise _other_world(checkpoint, world, os.path.dirname(shards[0]))
+
+
+def _other_world(checkpoint: Checkpoint, world: int, inside: str = "") -> WorldMismatch:
+    return WorldMismatch(
+        f"{checkpoint.name} was saved by {checkpoint.world} ranks and is loaded by {world}: DeepSpeed does not reshard what it "
+        f"spread over them. Load with {checkpoint.world} ranks, or convert it to a universal checkpoint: "
+        f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {os.path.join(checkpoint.directory, inside).rstrip('/')} "
+        '--output_folder DIR, and load DIR by engine.load_checkpoint with "checkpoint": {"load_universal": true}',
+        step=checkpoint.step, saved=checkpoint.world, now=world)
 
 
 class _Staged:

@@ -151,8 +151,6 @@ def test_B132_another_number_of_ranks_is_told_to_all_and_none_hangs(
 
 
 @pytest.mark.xdist_group("hf-deepspeed")
-@pytest.mark.xfail(strict=True, reason="the WorldMismatch of Accelerate and Trainer says reseed, or allow_world_change, where "
-                                       "ZeRO's shards do not fit: then DeepSpeed raises from a state that is partly loaded")
 def test_B132_the_way_out_for_zeros_shards_is_the_universal_checkpoint(stage: Stage, tmp_path: Path) -> None:
     stage.values(2, saved, str(tmp_path))
     for allowed in (False, True):
