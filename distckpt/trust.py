@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import stat
 from functools import lru_cache
 
 from distckpt.durable import Files
@@ -43,6 +44,8 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):  # the first rank would empty a pipe, and one with a silent writer gives nothing at all
+                raise ConfigError(f"{KEY_VARIABLE}={path} is no regular file: put the key into one")
             found = file.read(_LONGEST + 1).strip()
     except OSError as error:
         raise ConfigError(f"{KEY_VARIABLE}={path} cannot be read: {error.strerror or error}; every rank and reader needs the "

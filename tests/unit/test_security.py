@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,29 @@ def test_a_fifo_or_a_socket_blocks_nobody(opening: str, checkpoint: Path) -> Non
             within(5, use)
     with pytest.raises(OSError):
         within(5, lambda: REAL.fsync(str(checkpoint / "model.pt")))
-    with pytest.raises(OSError):
-        within(5, lambda: REAL.append(str(checkpoint / "model.pt"), b"x"))
+    for write_to in (REAL.append, REAL.overwrite):
+        with pytest.raises(OSError):
+            within(5, partial(write_to, str(checkpoint / "model.pt"), b"x"))
+
+
+def test_no_terminal_that_stands_for_a_file_becomes_ours(tmp_path: Path) -> None:
+    """A session without one, as a daemon's is, gets the first that it opens, and with it the signals of who types there."""
+    keyboard, terminal = os.openpty()
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            os.setsid()
+            with suppress(OSError):
+                REAL.read(os.ttyname(terminal), 9)
+            os.close(os.open("/dev/tty", os.O_RDWR))
+        except OSError as error:
+            ended = 0 if error.errno == errno.ENXIO else 2
+        finally:
+            os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(terminal)
+    os.close(keyboard)
 
 
 def test_what_is_read_is_the_file_that_was_checked(opening: str, checkpoint: Path) -> None:
