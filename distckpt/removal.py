@@ -80,14 +80,23 @@ def _unlink(folder: Folder, name: str) -> None:
             raise
 
 
-def unlink_markers(files: Files, path: str, marker: str) -> None:
-    """Make sure that no marker speaks for what is about to go: ``path`` itself, or the directory inside it (S3)."""
+def unlink_markers(files: Files, root: str, path: str, marker: str) -> None:
+    """Make sure that no marker speaks for what is about to go: ``path`` itself, or the directory inside it (S3).
+
+    By name, so each place is opened just before, below ``root`` and through no link: ELOOP for one that became a link. In the
+    instant between the two, who may write in our trash can still lead one unlink of a ``commit.json`` elsewhere.
+    """
     places = [path] + [os.path.join(path, item.name) for item in files.scan(path) if item.kind == "dir"]
     for place in places:
         try:
-            files.unlink(os.path.join(place, marker))
+            with files.folder(root, os.path.relpath(place, root)):
+                files.unlink(os.path.join(place, marker))
         except FileNotFoundError:
             continue
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            continue  # something is mounted there, which stays, as ``remove_tree`` says
         files.fsync_dir(place)
 
 
@@ -95,7 +104,7 @@ def discard(files: Files, root: str, path: str, marker: str, runtime: Runtime | 
     """Delete something that stands in trash below ``root``: the marker first, durably, then the rest (S3), in any order."""
     try:
         if files.look(root, os.path.relpath(path, root)).kind == "dir":
-            unlink_markers(files, path, marker)
+            unlink_markers(files, root, path, marker)
     except FileNotFoundError:
         return
     remove_tree(files, root, path, runtime)

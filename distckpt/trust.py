@@ -15,6 +15,11 @@ is passed over where the journal records a newer commit under that name, and the
 and no proof. Nor does it keep anybody who may write in the root from deleting checkpoints, or from having them passed
 over (``rejected/``, ``rollback.json``). And whoever can read the key can sign. Markers from before the key count for nothing
 once it is set: begin a root of its own with it.
+
+Of the usual checklist for shared directories this is declined. Names that differ by case only: they are two files here, and
+where they are one, ``O_EXCL`` refuses the second. The owner and the number of links of a file: groups share roots, and
+``dedup="link"`` makes links; size and digest judge what is read. Modes of 0700 and 0600: the umask is the user's word. An
+interface of the job's own: TCPStore listens on all, and by which one the other ranks come only the launcher knows.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import stat
 from functools import lru_cache
 
 from distckpt.durable import Files
@@ -43,6 +49,8 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):  # the first rank would empty a pipe, and one with a silent writer gives nothing at all
+                raise ConfigError(f"{KEY_VARIABLE}={path} is no regular file: put the key into one")
             found = file.read(_LONGEST + 1).strip()
     except OSError as error:
         raise ConfigError(f"{KEY_VARIABLE}={path} cannot be read: {error.strerror or error}; every rank and reader needs the "

@@ -52,6 +52,9 @@ def encode(value: dict[str, Any]) -> str:
 
 def decode(data: bytes) -> dict[str, Any]:
     """What ``encode`` was given. JSON and nothing else: a value that somebody else put there is an error, and no code."""
+    if len(data) > VALUE_LIMIT:
+        raise CoordinationError(f"a report of {len(data)} bytes came, over the control plane's limit of {VALUE_LIMIT}: no rank "
+                                f"of this job sends that: {data[:80]!r}")
     try:
         value = json.loads(data.decode())  # of bytes it would first guess the encoding
     except (ValueError, RecursionError) as error:

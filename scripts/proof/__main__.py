@@ -3,7 +3,8 @@
 Without names, every layer but the peers' runs. ``--quick`` gives each its few seconds (that is what CI runs); otherwise each
 gets its full time, or ``--seconds``. Results are appended to a file, so a full run may be stopped and gone on with: seeds
 of later runs are others, and results of the same code add up in the table. Exit code 1 when anything was violated, hung, or
-could not run though it was named.
+could not run though it was named; with ``--strict`` also when a layer was skipped and all it lacked could be installed here, as
+root (CI would be green without it).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from scripts.proof.layer import Budget, Layer, Result, append
+from scripts.proof.packages import NotInstalled
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / ".cache" / "proof" / "results.jsonl"
@@ -65,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/prove", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("layer", nargs="*", help="names of layers; none: all but the peers'")
     parser.add_argument("--quick", action="store_true", help="a few seconds for each layer")
+    parser.add_argument("--strict", action="store_true", help="as root: a layer that lacks only packages is an error")
     parser.add_argument("--seconds", type=float, help="this much for each layer")
     parser.add_argument("--seed", type=int, help="begin here, instead of after the last run of the same code")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -97,7 +100,10 @@ def main() -> int:
         totals.append(total)
         for line in result.violations[:20]:
             print(f"VIOLATION {layer.name}: {line}", flush=True)
-        if result.violations or result.hangs or (result.skipped and names):
+        unfetched = given.strict and isinstance(result.skipped, NotInstalled)
+        if unfetched:
+            print(f"NOT RUN {layer.name}: {result.skipped}", flush=True)
+        if result.violations or result.hangs or (result.skipped and names) or unfetched:
             ended = 1
         print(table([total]).splitlines()[1], flush=True)
     print(f"\ncode {tested}; results in {given.results}\n" + table(totals))
@@ -105,12 +111,12 @@ def main() -> int:
 
 
 def one(layer: Layer, given: argparse.Namespace, seed: int, named: bool) -> Result:
-    why = layer.missing()
-    if why:
-        return Result(layer.name, skipped=why)
     seconds = given.seconds or (layer.quick_seconds if given.quick else layer.full_seconds)
     if seconds <= 0:
         return Result(layer.name, skipped="it has no quick form")
+    why = layer.missing()
+    if why:
+        return Result(layer.name, skipped=why)
     budget = Budget(seconds, seed if given.seed is None else given.seed)
     result = layer.run(budget)
     result.layer = layer.name

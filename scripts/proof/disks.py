@@ -16,6 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from scripts.proof import packages
+
 MIB = 1 << 20
 KINDS = {"ext4": 64 * MIB, "xfs": 300 * MIB, "btrfs": 128 * MIB}
 """Each file system that is tried, and the size of its image. XFS and Btrfs make none that are smaller."""
@@ -44,13 +46,14 @@ def missing(*needs: str, install: bool = False) -> str | None:
     unknown = [kind for kind in (name.removeprefix("mkfs.") for name in programs) if kind not in known]
     if unknown:
         return f"this kernel has no {', '.join(unknown)}"
-    absent = [name for name in programs if _which(name) is None]
-    if absent and install and shutil.which("apt-get"):
-        packages = [_PACKAGES[name] for name in absent]
-        print(f"installing {' '.join(packages)}")
-        subprocess.run(["apt-get", "install", "-y", "-qq", *packages], stdout=subprocess.DEVNULL, timeout=300)
-        absent = [name for name in absent if _which(name) is None]
+    absent = _absent(programs)
+    if absent and install:
+        return packages.lacking(lambda: _absent(programs), *(_PACKAGES[name] for name in absent))
     return f"{', '.join(absent)} not installed" if absent else None
+
+
+def _absent(programs: list[str]) -> list[str]:
+    return [name for name in programs if _which(name) is None]
 
 
 def _which(program: str) -> str | None:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.proof.layer import Budget, Layer, Result
+from scripts.proof.packages import NotInstalled
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE = 90.0
@@ -29,7 +30,7 @@ def missing() -> str | None:
         done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "atheris"], capture_output=True, text=True,
                               timeout=300)
         if done.returncode != 0 or find_spec("atheris") is None:
-            return f"atheris does not install: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
+            return NotInstalled(f"atheris does not install: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}")
     return None
 
 

@@ -28,7 +28,7 @@ from distckpt.coordination.marks import VARIABLE
 from distckpt.testing import trace
 from distckpt.testing.checker import tree_of
 from distckpt.testing.replay import Mark, Write, compile_run
-from scripts.proof import l1_cuts
+from scripts.proof import l1_cuts, packages
 from scripts.proof.l1_cuts import Recorded, understand
 from scripts.proof.l1_judge import judge, judge_job, tree_below
 from scripts.proof.l1_scenarios import CHOSEN, Scenario, scenario
@@ -184,11 +184,9 @@ def run(budget: Budget) -> Result:
 
 def missing() -> str | None:
     """strace, and the right to use it."""
-    if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        print("l1: installing strace")
-        subprocess.run(["apt-get", "install", "-y", "-q", "strace"], capture_output=True, timeout=300, check=False)
-    if shutil.which("strace") is None:
-        return "strace is not installed"
+    lacks = packages.lacking(lambda: [] if shutil.which("strace") else ["strace"], "strace")
+    if lacks:
+        return lacks
     tried = subprocess.run(["strace", "--seccomp-bpf", "-f", "-o", os.devnull, "true"], capture_output=True, text=True,
                            timeout=60)
     return None if tried.returncode == 0 else f"strace does not work here: {tried.stderr.strip()[:200]}"

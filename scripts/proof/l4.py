@@ -20,13 +20,13 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.proof import packages
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.uml.machine import Machine
 from scripts.proof.uml.plan import CACHED, CUT, CUT_START, SERVER, STALE, Phase, Plan, disagreement
@@ -48,14 +48,7 @@ def _absent() -> list[str]:
 
 def missing() -> str | None:
     """What L4 lacks here. As root it installs the Debian packages first, without starting any daemon of theirs."""
-    if _absent() and os.geteuid() == 0 and shutil.which("apt-get"):
-        print(f"l4: installing {' '.join(PACKAGES)}", flush=True)
-        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES], check=False,
-                       capture_output=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"})
-    absent = _absent()
-    if not absent:
-        return None
-    return f"{', '.join(absent)} not found (Debian packages: {' '.join(PACKAGES)})"
+    return packages.lacking(_absent, *PACKAGES)
 
 
 @dataclass

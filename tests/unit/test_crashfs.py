@@ -160,6 +160,9 @@ def test_a_listing_is_sorted_and_says_what_each_entry_is(place: tuple[Files, str
     assert files.stat(f"{top}/a").kind == "link"
     refused(errno.ELOOP)(lambda: files.read(f"{top}/a", 9))
     refused(errno.ELOOP)(lambda: files.fsync(f"{top}/a"))
+    refused(errno.ELOOP)(lambda: files.append(f"{top}/a", b"x"))  # a link planted where a journal or a beat belongs
+    refused(errno.ELOOP)(lambda: files.overwrite(f"{top}/a", b"x"))
+    assert files.read(f"{top}/b", 9) == b""
 
 
 # -- power cuts ------------------------------------------------------------------------------------------------------

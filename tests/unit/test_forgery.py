@@ -16,12 +16,12 @@ import torch
 
 import distckpt
 from distckpt import catalog, marker, ordered, trust
-from distckpt.durable import REAL
+from distckpt.durable import REAL, Files
 from distckpt.errors import ConfigError, IntegrityError, MarkerError, NoUsableCheckpoint, RankDisagreement
-from distckpt.layout import MARKER, PATH_DEPTH, member_path_problem
+from distckpt.layout import MARKER, PATH_DEPTH, Layout, member_path_problem
 from distckpt.removal import remove_tree
 from distckpt.testing.crashfs import CrashFiles, write_payload
-from tests.inprocess import Job, same_error
+from tests.inprocess import Job, Threads, same_error
 from tests.support import Command, make_checkpoint, make_marker, record_root, restore, same_size, saved
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -47,6 +47,45 @@ def test_a_manifest_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
             read(data)
     with pytest.raises(ConfigError, match="more than 10 files"):
         marker.build(make_marker(1, payload={f"f{n}": b"" for n in range(11)}))
+
+
+def test_a_marker_of_the_limit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = marker.build(make_marker(1))
+    for limit, fine in ((len(data) + 1, True), (len(data), False)):
+        monkeypatch.setattr(marker, "SIZE_LIMIT", limit)
+        for read in (marker.parse, marker.glance):
+            if fine:
+                read(data)
+            else:
+                with pytest.raises(MarkerError, match=f"larger than {limit} bytes"):
+                    read(data)
+
+
+def test_what_is_ten_gigabytes_long_is_read_to_its_limit(signed: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    """Markers, records, the journal and the pointer, by all who read them."""
+    home, asked = signed / ".distckpt", list[tuple[str, int]]()
+    (home / "rejected" / "0.json").touch()
+    for path in (signed / "step-2" / MARKER, home / "rejected" / "0.json", home / "journal" / "1.jsonl", signed / "latest"):
+        os.truncate(path, 10 << 30)
+    monkeypatch.setattr(marker, "SIZE_LIMIT", 1 << 19)
+    real = Files.read
+
+    def read(files: Files, path: str, limit: int) -> bytes:
+        asked.append((os.path.splitext(path)[1], limit))
+        assert limit <= (1 << 19 if path.endswith(MARKER) else 1 << 28 if path.endswith(".jsonl") else 1 << 20), path
+        return real(files, path, min(limit, 1 << 20))
+
+    monkeypatch.setattr(Files, "read", read)
+    usable, skipped = candidates(signed)
+    assert usable == [1] and "larger than" in skipped["step-2"]
+    for word in ("ls", "show", "verify"):
+        command(word, signed)
+    assert catalog.read_pointer(REAL, Layout.at(signed))
+    monkeypatch.delenv(trust.KEY_VARIABLE)
+    with distckpt.CheckpointManager(signed) as manager:
+        found = manager.resume()
+        assert found.step == 1 and "larger than" in found.skipped["step-2"]
+    assert {".json", ".jsonl", ""} == {kind for kind, limit in asked if limit > 64}
 
 
 def test_no_marker_is_built_that_would_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +281,9 @@ def test_ranks_with_different_keys_or_none_do_not_start(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("content", "mode", "text"), [(None, 0o600, "cannot be read"), (b"short", 0o600, "holds 5 bytes"),
-                                                      (KEY, 0o606, "can be written by every user")])
+                                                      (KEY * 200, 0o600, "holds 4097 bytes"),
+                                                      (KEY, 0o606, "can be written by every user")],
+                         ids=["none", "short", "long", "writable"])
 def test_a_key_that_is_no_good_is_an_error_on_every_rank(content: bytes | None, mode: int, text: str, tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key"
@@ -252,6 +293,17 @@ def test_a_key_that_is_no_good_is_an_error_on_every_rank(content: bytes | None, 
     monkeypatch.setenv(trust.KEY_VARIABLE, str(path))
     for error in same_error(Job(tmp_path / "r").run(lambda m: None), ConfigError):
         assert text in str(error)
+
+
+def test_a_key_that_is_no_file_blocks_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key")
+    writer: list[int] = []
+    for _ in range(2):  # without a writer, and with one that says nothing
+        ended = Threads(1).run(lambda rank: trust._read(str(tmp_path / "key")), 5)[0]
+        assert isinstance(ended.error, ConfigError) and "no regular file" in str(ended.error)
+        writer.append(os.open(tmp_path / "key", os.O_RDWR))
+    for fd in writer:
+        os.close(fd)
 
 
 def test_a_marker_is_compared_in_constant_time() -> None:

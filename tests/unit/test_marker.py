@@ -148,6 +148,22 @@ def test_a_malformed_body_is_refused(read: Any, change: dict[str, Any]) -> None:
         read(resealed(marker.build(whole()), **change))
 
 
+@READERS
+def test_what_counts_ranks_and_ancestors_is_a_small_number_wherever_it_stands(read: Any) -> None:
+    two = replace(whole(), head=replace(whole().head, part=1, of=2), domains=(("a", (0,)), ("b", (1,))))
+    data = marker.build(two)
+    top, ancestors = (1 << 20) - 1, [["b", 1]] * 512
+    read(resealed(data, files=[["a", 1, None, top]], world=top, lineage=ancestors, domains=[["a", [0]], ["b", [top]]]))
+    for change, why in (({"files": [["a", 1, None, top + 1]]}, "below 1048576"), ({"world": top + 1}, "below 1048576"),
+                        ({"domains": [["a", [0]], ["b", [top + 1]]]}, "below 1048576"), ({"part": [0, top + 1]}, "its part is"),
+                        ({"part": [2, 2]}, "its part is"), ({"lineage": [*ancestors, ["b", 1]]}, "513 ancestors, more than 512"),
+                        ({"domains": [["a", [0, 1]]]}, "names 1 domains")):
+        with pytest.raises(MarkerError, match=why):
+            read(resealed(data, **change))
+    many = replace(whole(), lineage=(("b", 1),) * 600)
+    assert len(marker.parse(marker.build(many)).lineage) == 512, "what is built can be read"
+
+
 def test_the_identity_stands_in_the_first_bytes() -> None:
     big = make_marker(7, 3, payload={f"shard-{n}": b"" for n in range(2000)})
     data = marker.build(big)

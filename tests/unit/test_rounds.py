@@ -472,6 +472,12 @@ def test_only_bounded_json_objects_travel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(store, "VALUE_LIMIT", 50)
     with pytest.raises(CoordinationError, match="over the control plane's limit"):
         client.set("b", {"x": "y" * 60})
+    Client(client._raw, "").claim("t/d", {"x": "y" * 42})
+    assert len(client.peek("d") or {}) == 1
+    client._raw.set("t/d", '{"x":"' + "y" * 43 + '"}')  # by somebody who does not ask ``encode``
+    for ask in (lambda: client.get(["d"]), lambda: client.claim("d", {})):
+        with pytest.raises(CoordinationError, match="a report of 51 bytes came, over the control plane's limit of 50"):
+            ask()
     with pytest.raises(CoordinationError, match="not an object"):
         store.decode(b"[1]")
     assert client.claim("c", {"v": 1}) == {"v": 1} == client.claim("c", {"v": 2})

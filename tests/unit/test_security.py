@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,44 @@ def test_a_fifo_or_a_socket_blocks_nobody(opening: str, checkpoint: Path) -> Non
             within(5, use)
     with pytest.raises(OSError):
         within(5, lambda: REAL.fsync(str(checkpoint / "model.pt")))
-    with pytest.raises(OSError):
-        within(5, lambda: REAL.append(str(checkpoint / "model.pt"), b"x"))
+    for write_to in (REAL.append, REAL.overwrite):
+        with pytest.raises(OSError):
+            within(5, partial(write_to, str(checkpoint / "model.pt"), b"x"))
+
+
+def test_no_terminal_that_stands_for_a_file_becomes_ours(tmp_path: Path) -> None:
+    """A session without one, as a daemon's is, gets the first that it opens, and with it the signals of who types there."""
+    keyboard, terminal = os.openpty()
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            os.setsid()
+            with suppress(OSError):
+                REAL.read(os.ttyname(terminal), 9)
+            os.close(os.open("/dev/tty", os.O_RDWR))
+        except OSError as error:
+            ended = 0 if error.errno == errno.ENXIO else 2
+        finally:
+            os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(terminal)
+    os.close(keyboard)
+
+
+def test_a_hard_link_to_a_foreign_file_is_judged_by_its_bytes_and_only_its_name_goes(checkpoint: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"weights")
+    os.unlink(checkpoint / "model.pt")
+    os.link(foreign, checkpoint / "model.pt")
+    assert problems(checkpoint) == [], "saves with dedup='link' make some"
+    foreign.write_bytes(b"forgery")
+    os.chmod(foreign, 0o4755)
+    (wrong,) = problems(checkpoint)
+    assert wrong.startswith("model.pt has digest")
+    discard(REAL, str(checkpoint.parent), str(checkpoint), MARKER)
+    seen = foreign.stat()
+    assert (foreign.read_bytes(), seen.st_mode & 0o7777, seen.st_nlink) == (b"forgery", 0o4755, 1) and not checkpoint.exists()
 
 
 def test_what_is_read_is_the_file_that_was_checked(opening: str, checkpoint: Path) -> None:
@@ -232,6 +270,23 @@ def test_trash_that_is_a_link_itself_is_not_emptied(opening: str, tmp_path: Path
     assert (tmp_path / "keep" / "v").exists()
 
 
+@pytest.mark.parametrize("which", ["v", "v/step-1"])
+def test_trash_that_becomes_a_link_before_its_marker_goes_leads_to_no_other_run(opening: str, which: str, tmp_path: Path) -> None:
+    """Swapped when its listing was read: the marker is unlinked by name, which would go through the link."""
+    root, victim = tmp_path / "root", tmp_path / "root" / "v"
+    make_checkpoint(str(tmp_path), 1, directory=str(victim / "step-1"), durable=False)
+    make_checkpoint(str(tmp_path / "other"), 1, durable=False)
+
+    def swap(_: Any) -> None:
+        os.rename(root / which, root / "aside")
+        os.symlink(tmp_path / "other" / "step-1", root / which)
+
+    files = FaultyFiles(REAL, call(swap, op="scan", path="root/v", after=True))
+    with pytest.raises(OSError) as caught:  # the next try finds a link, and removes that
+        discard(files, str(root), str(victim), MARKER)
+    assert files.fired and caught.value.errno == errno.ELOOP and (tmp_path / "other" / "step-1" / MARKER).exists()
+
+
 @pytest.fixture(params=["tmpfs", "bind"])
 def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """``root/v`` with something precious mounted on ``root/v/m``."""
@@ -241,7 +296,8 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     how = ["-t", "tmpfs", "none", str(point)] if request.param == "tmpfs" else ["--bind", str(source), str(point)]
     if os.geteuid() != 0 or subprocess.run(["mount", *how], capture_output=True).returncode != 0:
         pytest.skip("cannot mount here")
-    (point / "precious").write_bytes(b"x")
+    for name in ("precious", MARKER):
+        (point / name).write_bytes(b"x")
     yield tmp_path / "root"
     subprocess.run(["umount", str(point)], check=True)
 
@@ -251,7 +307,7 @@ def test_nothing_is_deleted_across_a_mount_point(opening: str, mounted: Path) ->
     (mounted / "v" / MARKER).write_bytes(b"{}")
     with pytest.raises(OSError, match="something is mounted there"):
         discard(REAL, str(mounted), str(mounted / "v"), MARKER)
-    assert (mounted / "v" / "m" / "precious").read_bytes() == b"x"
+    assert sorted(os.listdir(mounted / "v" / "m")) == [MARKER, "precious"]
     assert not (mounted / "v" / MARKER).exists(), "the marker goes first, whatever comes then"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 
+from scripts.proof import packages
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.peers.table import Row, rows
 
@@ -14,7 +15,7 @@ ROW_SECONDS = 150.0
 
 
 def _missing() -> str | None:
-    return None if shutil.which("strace") else "strace (apt-get install strace)"
+    return packages.lacking(lambda: [] if shutil.which("strace") else ["strace"], "strace")
 
 
 def violations(row: Row) -> list[str]:

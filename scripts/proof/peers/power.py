@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scripts.proof import packages
 from scripts.proof.peers.judge import Content, Goldens, Picker, Server, verdict
 from scripts.proof.peers.known import Peer
 from scripts.proof.peers.recording import read_tree
@@ -25,8 +26,8 @@ def missing() -> str | None:
     """What this machine lacks for it, or None."""
     if os.geteuid() != 0:
         return "root, for mounts"
-    lacks = [tools[0] for _, tools, _ in SYSTEMS.values() if shutil.which(tools[0]) is None]
-    return f"{', '.join(lacks)} (apt-get install e2fsprogs xfsprogs)" if lacks else None
+    return packages.lacking(lambda: [tools[0] for _, tools, _ in SYSTEMS.values() if shutil.which(tools[0]) is None],
+                            "e2fsprogs", "xfsprogs")
 
 
 @contextmanager
