@@ -1,9 +1,10 @@
-"""A job of srun's ranks without torch.distributed: ``steps.py FOLDER TOTAL``; each step is saved, under ``manager.saving``.
+"""A job of srun's ranks without torch.distributed, or of a launcher's with it: ``steps.py FOLDER TOTAL``; each step is saved,
+under ``manager.saving``.
 
 In the first run of a job every rank is held, until the file ``go`` is there, in the middle of step HELD, or of the save after it
 (HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a
-file to wait for before the manager is made. STEP_SECONDS: how long a step takes; STOP_GRACE: the manager's grace. A task of a job
-array has a folder of its own.
+file to wait for before the manager is made. STEP_SECONDS: how long a step takes; STOP_GRACE: the manager's grace; POLICY: that of
+``finish``. A rank that gets USR1 leaves ``signalled.RANK``. A task of a job array has a folder of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed
 
 import distckpt
 from distckpt.durable import REAL, Files
@@ -57,6 +61,9 @@ def main(folder: Path, total: int) -> int:
         (folder / f"ready.{launch.rank}").touch()
         wait_for(Path(os.environ["START"]))
     (folder / f"pid.{launch.restart}.{launch.rank}").write_text(str(os.getpid()))
+    signal.signal(signal.SIGUSR1, lambda *ignored: (folder / f"signalled.{launch.rank}").touch())
+    if launch.kind in ("torchrun", "deepspeed"):
+        torch.distributed.init_process_group("gloo")
     try:
         return train(launch, folder, root, total, held, disk())
     except distckpt.DistckptError as error:
@@ -84,10 +91,10 @@ def train(launch: distckpt.launch.Launch, folder: Path, root: Path, total: int, 
                     held("save")
         (folder / f"run-{launch.restart}.rank-{launch.rank}.json").write_text(json.dumps({
             "started": started, "ended": step, "stopped": manager.stopped, "kind": manager._group.kind, "world": manager.world,
-            "port": launch.port(STORE), "target": launch.target}))
-        return distckpt.launch.finish(manager)
+            "port": launch.port(STORE), "target": launch.target, "launcher": launch.kind}))
+        return distckpt.launch.finish(manager, policy=os.environ.get("POLICY", "auto"))
 
 
 if __name__ == "__main__":
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    sys.exit(main(Path(sys.argv[1], f"task-{task}") if task else Path(sys.argv[1]), int(sys.argv[2])))
+    task, (where, last) = os.environ.get("SLURM_ARRAY_TASK_ID"), sys.argv[-2:]  # deepspeed puts its --local_rank before them
+    sys.exit(main(Path(where, f"task-{task}") if task else Path(where), int(last)))

@@ -13,15 +13,20 @@ from tests.slurm.steps import HELD
 TOTAL = 4
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, total: int = TOTAL, **variables: str) -> Job:
+def submit(cluster: Cluster, folder: Path, *options: str, total: int = TOTAL, by: str = "srun", **variables: str) -> Job:
     script = str(REPOSITORY / "tests/slurm/steps.py")
-    return cluster.submit(folder, str(REPOSITORY / "slurm/srun.sbatch"), *options, SCRIPT=script,
+    return cluster.submit(folder, str(REPOSITORY / f"slurm/{by}.sbatch"), *options, SCRIPT=script,
                           ARGS=f"{folder} {total}", **variables)
 
 
 def report(folder: Path, run: int, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"run-{run}.rank-{rank}.json").read_text())
     return found
+
+
+def folder_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir()
+    return tmp_path / name
 
 
 def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -57,6 +62,23 @@ def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster
     again = [report(tmp_path, 1, rank) for rank in range(4)]
     assert [(r["started"], r["ended"]) for r in again] == [(HELD, TOTAL)] * 4
     assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
+
+
+def test_finishs_exit_code_has_the_job_script_start_the_job_again_however_often(cluster: Cluster, tmp_path: Path) -> None:
+    """No RETRIES: these runs have not failed. srun passes the code on; torchrun makes a 1 of it."""
+    jobs = {by: submit(cluster, folder_of(tmp_path, by), "--nodes=1", by=by, total=TOTAL + 60, POLICY="exit", RETRIES="0")
+            for by in ("srun", "torchrun")}
+    for job in jobs.values():
+        job.until("every rank in the middle of a step", job.files("at", 2))
+        job.cancel("--signal=USR1")
+        job.until("the signal on every rank", job.files("signalled", 2))
+        (job.folder / "go").touch()
+    for by, job in jobs.items():
+        job.over()
+        first, second = report(job.folder, 0), report(job.folder, 1)
+        assert job.field("Restarts") == "1" and f"job {job.number}: failed with 75, and is started again" in job.output()
+        assert first["stopped"] and first["ended"] == second["started"] < second["ended"] == TOTAL + 60 and not second["stopped"]
+        assert first["launcher"] == by and not list(job.folder.glob("*.stopped"))
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:

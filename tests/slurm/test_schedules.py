@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.conftest import LIMIT, OVER, RUN, SCRIPT, Cluster
 from tests.slurm.steps import HELD
-from tests.slurm.test_jobs import TOTAL, report, submit
+from tests.slurm.test_jobs import TOTAL, folder_of, report, submit
 
 
 @pytest.fixture
@@ -48,11 +48,6 @@ def contents(root: Path) -> dict[str, bytes]:
     """All files but the owners' beats."""
     found = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".beat"]
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
-
-
-def folder_of(tmp_path: Path, name: str) -> Path:
-    (tmp_path / name).mkdir()
-    return tmp_path / name
 
 
 def wait(what: str, seen: Callable[[], bool], limit: float = LIMIT) -> None:
