@@ -2,9 +2,10 @@
 under ``manager.saving``.
 
 In the first run of a job every rank is held, until the file ``go`` is there, in the middle of step HELD, or of the save after it
-(HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), or publishes it (HOLD=publish). START: a
-file to wait for before the manager is made. STEP_SECONDS: how long a step takes; STOP_GRACE: the manager's grace; POLICY: that of
-``finish``. A rank that gets USR1 leaves ``signalled.RANK``. A task of a job array has a folder of its own.
+(HOLD=save); or one rank, HOLD_RANK, before it writes that save's marker (HOLD=marker), publishes it (HOLD=publish), or takes
+step 1 away in its rotation (HOLD=rotate). START: a file to wait for before the manager is made. STEP_SECONDS: how long a step
+takes; KEEP: how many checkpoints stay; STOP_GRACE: the manager's grace; POLICY: that of ``finish``. A rank that gets USR1 leaves
+``signalled.RANK``. A task of a job array has a folder of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(folder: Path, total: int) -> int:
     def disk() -> Files:
         """Real, but that this rank may be held before an operation of the commit."""
         hold, name = os.environ.get("HOLD", ""), f"step-{HELD + 1}"
-        if hold not in ("marker", "publish") or os.environ.get("HOLD_RANK") != str(launch.rank):
+        if hold not in ("marker", "publish", "rotate") or os.environ.get("HOLD_RANK") != str(launch.rank):
             return REAL
 
         def stop(operation: Operation) -> None:
@@ -55,6 +56,8 @@ def main(folder: Path, total: int) -> int:
 
         if hold == "publish":
             return FaultyFiles(REAL, call(stop, op=("rename", "exchange"), path=lambda path: path == f"{root}/{name}"))
+        if hold == "rotate":
+            return FaultyFiles(REAL, call(stop, op="rename", path=lambda path: "/trash/" in path and "/step-1." in path))
         return FaultyFiles(REAL, call(stop, op="open", path=lambda path: f"/{name}/commit.json" in path))
 
     if "START" in os.environ:
@@ -73,7 +76,8 @@ def main(folder: Path, total: int) -> int:
 
 def train(launch: distckpt.launch.Launch, folder: Path, root: Path, total: int, held: Callable[[str], None], files: Files) -> int:
     timeouts = distckpt.Timeouts(arrive=30, progress=8, visible=10, close=20)
-    with distckpt.CheckpointManager(root, keep_last=3, timeouts=timeouts, storage=os.environ.get("STORAGE", "shared"),
+    keep = int(os.environ.get("KEEP", "3"))
+    with distckpt.CheckpointManager(root, keep_last=keep, timeouts=timeouts, storage=os.environ.get("STORAGE", "shared"),
                                     seams=Seams(files=files), grace=float(os.environ.get("STOP_GRACE", "600"))) as manager:
         found = manager.resume().checkpoint
         started = step = found.step if found is not None else 0
