@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -53,32 +54,48 @@ def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(clu
 
 
 def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
-    """TERM, and KILL after KillWait, while every rank writes; nobody has to clean up."""
-    job = submit(cluster, tmp_path, HOLD="save")
-    job.until("every rank in the middle of a save", job.files("at", 4))
-    cluster.run("scontrol", "requeue", job.number)
-    job.over()
-    assert job.field("Restarts") == "1" and not (tmp_path / "run-0.rank-0.json").exists()
-    again = [report(tmp_path, 1, rank) for rank in range(4)]
-    assert [(r["started"], r["ended"]) for r in again] == [(HELD, TOTAL)] * 4
-    assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
-
-
-def test_finishs_exit_code_has_the_job_script_start_the_job_again_however_often(cluster: Cluster, tmp_path: Path) -> None:
-    """No RETRIES: these runs have not failed. srun passes the code on; torchrun makes a 1 of it."""
-    jobs = {by: submit(cluster, folder_of(tmp_path, by), "--nodes=1", by=by, total=TOTAL + 60, POLICY="exit", RETRIES="0")
-            for by in ("srun", "torchrun")}
+    """TERM, and KILL after KillWait, while every rank writes; nobody has to clean up. Under srun, and under torchrun."""
+    jobs = {by: submit(cluster, folder_of(tmp_path, by), by=by, HOLD="save", RANKS="2") for by in ("srun", "torchrun")}
     for job in jobs.values():
-        job.until("every rank in the middle of a step", job.files("at", 2))
-        job.cancel("--signal=USR1")
-        job.until("the signal on every rank", job.files("signalled", 2))
-        (job.folder / "go").touch()
+        job.until("every rank in the middle of a save", job.files("at", 4))
+        cluster.run("scontrol", "requeue", job.number)
     for by, job in jobs.items():
         job.over()
-        first, second = report(job.folder, 0), report(job.folder, 1)
-        assert job.field("Restarts") == "1" and f"job {job.number}: failed with 75, and is started again" in job.output()
+        assert job.field("Restarts") == "1" and not (job.folder / "run-0.rank-0.json").exists()
+        again = [report(job.folder, 1, rank) for rank in range(4)]
+        assert [(r["launcher"], r["started"], r["ended"]) for r in again] == [(by, HELD, TOTAL)] * 4
+        assert list((job.folder / "root/.distckpt/staging").glob("*/*/step-*")) == []
+
+
+def test_jobs_of_three_launchers_side_by_side_on_one_node_and_finishs_code_has_one_started_again_however_often(
+        cluster: Cluster, tmp_path: Path) -> None:
+    """Neither their ports nor their names meet. No RETRIES: what ends with 75 has not failed; srun passes that on, and torchrun
+    makes a 1 of it."""
+    names = {"srun": "srun", "torchrun": "torchrun", "beside": "torchrun"}
+    if importlib.util.find_spec("deepspeed") is not None:
+        names["deepspeed"] = "deepspeed"
+    jobs = {name: submit(cluster, folder_of(tmp_path, name), "--nodes=1", "--nodelist=n1", by=by, total=TOTAL + 60, POLICY="exit",
+                         RETRIES="0") for name, by in names.items()}
+    for job in jobs.values():
+        job.until("every rank in the middle of a step", job.files("at", 2))
+    stopped = {"srun", "torchrun"}
+    for name in stopped:
+        jobs[name].cancel("--signal=USR1")
+        jobs[name].until("the signal on every rank", jobs[name].files("signalled", 2))
+    for job in jobs.values():
+        (job.folder / "go").touch()
+    for name, job in jobs.items():
+        job.over()
+        first = report(job.folder, 0)
+        assert (first["launcher"], first["started"], job.field("Restarts")) == (names[name], 0, "1" if name in stopped else "0")
+        if name not in stopped:
+            assert first["ended"] == TOTAL + 60 and not job.files("signalled", 2)()
+            continue
+        second = report(job.folder, 1)
+        assert f"job {job.number}: failed with 75, and is started again" in job.output()
         assert first["stopped"] and first["ended"] == second["started"] < second["ended"] == TOTAL + 60 and not second["stopped"]
-        assert first["launcher"] == by and not list(job.folder.glob("*.stopped"))
+        assert not list(job.folder.glob("*.stopped"))
+    assert len({report(job.folder, 0)["port"] for job in jobs.values()}) == len(jobs)
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def wait(what: str, seen: Callable[[], bool], limit: float = LIMIT) -> None:
 
 def test_s1_a_node_is_killed_between_two_publishes_or_rotations_and_before_its_marker_and_in_a_save_on_shared_storage(
         cluster: Cluster, nodes: None, tmp_path: Path) -> None:
-    """Four jobs over both nodes, one power cut. What rank 0 published on its disk stands on both disks after the restart; what
-    it did not stands on none; nothing is rotated on the one before the other has published, and where the one has rotated, both
-    have what came after; nobody cleans up. Then another machine comes in the place of one."""
+    """Five jobs over both nodes, one of them under torchrun, and one power cut. What rank 0 published on its disk stands on both
+    disks after the restart; what it did not stands on none; nothing is rotated on the one before the other has published, and
+    where the one has rotated, both have what came after; nobody cleans up. Then another machine comes in the place of one."""
     decided, undecided, turned = local(), local(), local()
     one = {"RETRIES": "3", "GRACE": "10", "KEEP": f"{KEEP}"}
     shared = submit(cluster, folder_of(tmp_path, "shared"), "--ntasks-per-node=1", HOLD="save", **one)
@@ -74,7 +74,9 @@ def test_s1_a_node_is_killed_between_two_publishes_or_rotations_and_before_its_m
                     STORAGE="node-local", **one)
     rotated = submit(cluster, folder_of(tmp_path, "rotated"), "--ntasks-per-node=1", HOLD="rotate", HOLD_RANK="1", ROOT=turned,
                      STORAGE="node-local", **one)
-    shared.until("every rank in the middle of a save", shared.files("at", 2))
+    torchrun = submit(cluster, folder_of(tmp_path, "torchrun"), by="torchrun", HOLD="save", RANKS="1", **one)
+    for job in (shared, torchrun):
+        job.until("every rank in the middle of a save", job.files("at", 2))
     for job in (after, before, rotated):
         job.until("rank 1 at its gate", job.files("at", 1))
     name = f"step-{HELD + 1}"
@@ -83,17 +85,20 @@ def test_s1_a_node_is_killed_between_two_publishes_or_rotations_and_before_its_m
     for root, stands in ((decided, [{*old, name}, old]), (turned, [{*old, name} - {"step-1"}, {*old, name}])):
         assert [set(markers(on(node, root))) for node in ("n1", "n2")] == stands, "rank 0 has published, or rotated as well"
     power("kill", "n2")
-    for job in (shared, after, before, rotated):
+    for job in (shared, torchrun, after, before, rotated):
         (job.folder / "go").touch()
-    shared.until("the error", lambda: "RankTimeout" in shared.output() or "RankLost" in shared.output(), 60)
-    assert "from rank 1 on n2 (pid" in shared.output() and "phase 'write'" in shared.output()
+    for job in (shared, torchrun):
+        job.until("the error", lambda job=job: any(  # type: ignore[misc]
+            name in job.output() for name in ("RankTimeout", "RankLost")), 60)
+        assert "from rank 1 on n2 (pid" in job.output() and "phase 'write'" in job.output()
     for job in (after, before, rotated):
         job.until("the error", lambda job=job: (job.folder / "error-0.rank-0").exists(), 60)  # type: ignore[misc]
     assert "rank 0 had published, so the next start publishes its share as well" in (after.folder / "error-0.rank-0").read_text()
     power("start", "n2")
-    for job in (shared, after, before, rotated):
+    for job in (shared, torchrun, after, before, rotated):
         job.over()
-    assert report(shared.folder, int(shared.field("Restarts")))["started"] == HELD
+    for job in (shared, torchrun):
+        assert report(job.folder, int(job.field("Restarts")))["started"] == HELD
     for job, root, expected, generation in ((after, decided, HELD + 1, 1), (before, undecided, HELD, 2),
                                             (rotated, turned, HELD + 1, 1)):
         restarts = int(job.field("Restarts"))
