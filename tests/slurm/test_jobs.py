@@ -119,17 +119,28 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) ->
     assert "so it is not requeued" in able.output()
 
 
-def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin."""
-    (tmp_path / "go").touch()
-    job = submit(cluster, tmp_path, "--nodes=1", "--time=1", "--signal=USR1@1", total=100_000)
-    job.until("the first run's end", lambda: (tmp_path / "run-0.rank-1.json").exists())
+def test_B122_slurms_own_signal_before_the_time_limit_or_what_the_controller_says_of_it_stops_the_run(
+        cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin. One of
+    three minutes gets SLURM's signal, which may come up to a minute early, before that."""
+    asked, told = folder_of(tmp_path, "asked"), folder_of(tmp_path, "told")
+    for folder in (asked, told):
+        (folder / "go").touch()
+    slow = submit(cluster, told, "--nodes=1", "--time=3", "--signal=USR1@110", total=100_000, STEP_SECONDS="0.5")
+    job = submit(cluster, asked, "--nodes=1", "--time=1", "--signal=USR1@1", total=100_000)
+    job.until("the first run's end", lambda: (asked / "run-0.rank-1.json").exists())
     job.until("requeued", lambda: job.field("Restarts") == "1")
     cluster.end(job)
-    assert report(tmp_path, 0)["stopped"] == report(tmp_path, 0, 1)["stopped"] == "the allocation ends soon"
-    assert (tmp_path / f"root/step-{report(tmp_path, 0)['ended']}/commit.json").exists()
+    assert report(asked, 0)["stopped"] == report(asked, 0, 1)["stopped"] == "the allocation ends soon"
+    assert (asked / f"root/step-{report(asked, 0)['ended']}/commit.json").exists()
     assert "and 60 s are kept for the stop: the least is 60 s" in job.output()
     assert "60 s are kept for the stop; every restart costs that again, so ask for a longer allocation" in job.output()
+
+    slow.until("the first run's end", lambda: (told / "run-0.rank-1.json").exists())
+    slow.until("requeued", lambda: slow.field("Restarts") == "1")
+    cluster.end(slow)
+    assert report(told, 0)["stopped"] == report(told, 0, 1)["stopped"] and "SIGUSR1 on rank" in report(told, 0)["stopped"]
+    assert slow.files("signalled", 2)() and (told / f"root/step-{report(told, 0)['ended']}/commit.json").exists()
 
 
 def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_time_at_the_start(cluster: Cluster,
