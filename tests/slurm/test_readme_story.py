@@ -13,7 +13,8 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 WORLD = 4
 
 # The reader's own program: what README says that it ends with comes after it. In the first run every rank stands in the middle of
-# step 3 until the signal has come to all of them.
+# step 3 until the signal has come to all of them. TERM is ignored once the manager is closed: SLURM's for the requeue could else
+# end rank 0 before it has said that it asked for that.
 TRAIN = """
 import argparse, logging, os, signal, sys, time
 from pathlib import Path
@@ -28,6 +29,7 @@ torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
 rank, first = torch.distributed.get_rank(), "SLURM_RESTART_COUNT" not in os.environ
 signal.signal(signal.SIGUSR1, lambda *ignored: Path(f"signalled.{rank}").touch())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 state = {"weights": torch.zeros(3)}
 manager = distckpt.CheckpointManager(root)
 step = manager.restore(state) or 0
@@ -57,11 +59,12 @@ def commands(block: str) -> Iterator[tuple[str, list[str]]]:
 
 def pattern(shown: str) -> re.Pattern[str]:
     """Of a line that README shows: "..." is anything; the run's id and the step are what they are, and the same wherever they
-    come again; all else is as it stands."""
+    come again; which rank the signal came to first is chance; all else is as it stands."""
     text = re.escape(shown).replace(r"\.\.\.", ".*")
     text = re.sub(r"run\\-[0-9a-f]{12}", "(?P<run>run-[0-9a-f]{12})", text)
     text = re.sub(r"(?<=step\\-)[0-9]+", "(?P<step>[0-9]+)", text)
-    return re.compile(re.sub(r"(?<=step\\ )[0-9]+", "(?P=step)", text))
+    text = re.sub(r"(?<=step\\ )[0-9]+", "(?P=step)", text)
+    return re.compile(re.sub(r"(?<=SIGUSR1\\ on\\ rank\\ )[0-9]+", "[0-9]+", text))
 
 
 def matched(shown: list[str], output: str) -> None:
