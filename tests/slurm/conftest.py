@@ -74,6 +74,13 @@ class Job:
         return lambda: len(list(self.folder.glob(f"{stem}.*"))) == count
 
 
+def user(folder: Path) -> dict[str, str]:
+    """The environment of one who has activated ours; commands in ``folder/bin`` stand before the real ones."""
+    path = f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY), "PATH": path,
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", EXTENSIONS)}
+
+
 class Cluster:
     """Commands of SLURM, and jobs, which are gone when the test is over."""
 
@@ -88,10 +95,11 @@ class Cluster:
 
     def submit(self, folder: Path, script: str, *options: str, **variables: str) -> Job:
         """``sbatch script`` as a user types it, from ``folder``."""
-        bin = Path(sys.executable).parent
-        env = {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY), "PATH": f"{folder}/bin:{bin}:{os.environ['PATH']}",
-               "PYTHON": sys.executable, "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", EXTENSIONS), **variables}
-        number = self.run("sbatch", "--parsable", *options, script, env=env, cwd=folder).strip().partition(";")[0]
+        env = {**user(folder), "PYTHON": sys.executable, **variables}
+        return self.job(self.run("sbatch", "--parsable", *options, script, env=env, cwd=folder).strip().partition(";")[0], folder)
+
+    def job(self, number: str, folder: Path) -> Job:
+        """One that was submitted from ``folder``."""
         self.jobs.append(Job(self, number, folder))
         return self.jobs[-1]
 

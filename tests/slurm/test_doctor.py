@@ -1,7 +1,10 @@
-"""``distckpt doctor`` in a job script: under srun on two nodes, with one root for both or a disk for each, and under mpiexec."""
+"""``distckpt doctor`` in a job script on two nodes: under srun, with one root for both or a disk for each, under mpiexec,
+torchrun and deepspeed."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import uuid
 from pathlib import Path
 
@@ -14,6 +17,12 @@ doctor shared srun $look "$SHARED"
 doctor local srun $look --storage node-local "$LOCAL"
 doctor needless srun $look --storage node-local --strict "$SHARED"
 doctor mpi mpiexec -n 3 $look "$SHARED"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+doctor torchrun srun $PYTHON -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d \\
+    --rdzv-endpoint="$first:12345" -m ${look#*-m } "$SHARED"
+scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/ slots=1/' >hosts
+doctor deepspeed srun bash -c "deepspeed --hostfile=hosts --no_ssh --node_rank=\$SLURM_NODEID --master_addr=$first \\
+    --master_port=12346 --module --no_local_rank ${look#*-m } $SHARED"
 echo "== apart"
 srun $look "$LOCAL" || exit 7    # as a prolog of the training
 echo "not reached"
@@ -27,7 +36,7 @@ def test_in_a_job_script_the_exit_code_is_what_the_training_depends_on(cluster: 
                          SHARED=str(shared), LOCAL=f"{local}/root")
     job.over("FAILED")
     assert job.field("ExitCode") == "7:0", job.output()
-    told = {part.split("\n", 1)[0]: part for part in job.output().split("== ")[1:]}
+    told = {part.split("\n", 1)[0]: part for part in re.split("^== ", job.output(), flags=re.MULTILINE)[1:]}
 
     assert "2 ranks on 2 hosts, found by slurm" in told["shared"] and "code 0" in told["shared"], told["shared"]
     assert f"grace: started by srun, job slurm:{job.number}" in told["shared"] and "SIGKILL comes 5 s after" in told["shared"]
@@ -43,4 +52,8 @@ def test_in_a_job_script_the_exit_code_is_what_the_training_depends_on(cluster: 
 
     assert "code 1" in told["needless"] and "all ranks see one: storage='node-local' is then as" in told["needless"]
     assert "code 0" in told["mpi"] and "3 ranks on 2 hosts, found by mpi" in told["mpi"], told["mpi"]
+    for name in ("torchrun", "deepspeed"):
+        if name != "deepspeed" or importlib.util.find_spec(name) is not None:
+            assert "code 0" in told[name] and "2 ranks on 2 hosts, found by torch" in told[name], told[name]
+            assert f"grace: started by {name}, job slurm:{job.number}, requeued 0 times: SIGKILL comes 30 s after" in told[name]
     assert not shared.exists() and [(RUN / node / "disk" / local.split("/")[2]).exists() for node in ("n1", "n2")] == [False] * 2

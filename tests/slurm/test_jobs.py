@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ from tests.slurm.steps import HELD
 TOTAL = 4
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, total: int = TOTAL, **variables: str) -> Job:
+def submit(cluster: Cluster, folder: Path, *options: str, total: int = TOTAL, by: str = "srun", **variables: str) -> Job:
     script = str(REPOSITORY / "tests/slurm/steps.py")
-    return cluster.submit(folder, str(REPOSITORY / "slurm/srun.sbatch"), *options, SCRIPT=script,
+    return cluster.submit(folder, str(REPOSITORY / f"slurm/{by}.sbatch"), *options, SCRIPT=script,
                           ARGS=f"{folder} {total}", **variables)
 
 
 def report(folder: Path, run: int, rank: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"run-{run}.rank-{rank}.json").read_text())
     return found
+
+
+def folder_of(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir()
+    return tmp_path / name
 
 
 def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -48,15 +54,48 @@ def test_tasks_of_an_array_side_by_side_and_only_the_stopped_one_is_requeued(clu
 
 
 def test_requeued_in_the_middle_of_a_save_it_goes_on_from_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
-    """TERM, and KILL after KillWait, while every rank writes; nobody has to clean up."""
-    job = submit(cluster, tmp_path, HOLD="save")
-    job.until("every rank in the middle of a save", job.files("at", 4))
-    cluster.run("scontrol", "requeue", job.number)
-    job.over()
-    assert job.field("Restarts") == "1" and not (tmp_path / "run-0.rank-0.json").exists()
-    again = [report(tmp_path, 1, rank) for rank in range(4)]
-    assert [(r["started"], r["ended"]) for r in again] == [(HELD, TOTAL)] * 4
-    assert list((tmp_path / "root/.distckpt/staging").glob("*/*/step-*")) == []
+    """TERM, and KILL after KillWait, while every rank writes; nobody has to clean up. Under srun, and under torchrun."""
+    jobs = {by: submit(cluster, folder_of(tmp_path, by), by=by, HOLD="save", RANKS="2") for by in ("srun", "torchrun")}
+    for job in jobs.values():
+        job.until("every rank in the middle of a save", job.files("at", 4))
+        cluster.run("scontrol", "requeue", job.number)
+    for by, job in jobs.items():
+        job.over()
+        assert job.field("Restarts") == "1" and not (job.folder / "run-0.rank-0.json").exists()
+        again = [report(job.folder, 1, rank) for rank in range(4)]
+        assert [(r["launcher"], r["started"], r["ended"]) for r in again] == [(by, HELD, TOTAL)] * 4
+        assert list((job.folder / "root/.distckpt/staging").glob("*/*/step-*")) == []
+
+
+def test_jobs_of_three_launchers_side_by_side_on_one_node_and_finishs_code_has_one_started_again_however_often(
+        cluster: Cluster, tmp_path: Path) -> None:
+    """Neither their ports nor their names meet. No RETRIES: what ends with 75 has not failed; srun passes that on, and torchrun
+    makes a 1 of it."""
+    names = {"srun": "srun", "torchrun": "torchrun", "beside": "torchrun"}
+    if importlib.util.find_spec("deepspeed") is not None:
+        names["deepspeed"] = "deepspeed"
+    jobs = {name: submit(cluster, folder_of(tmp_path, name), "--nodes=1", "--nodelist=n1", by=by, total=TOTAL + 60, POLICY="exit",
+                         RETRIES="0") for name, by in names.items()}
+    for job in jobs.values():
+        job.until("every rank in the middle of a step", job.files("at", 2))
+    stopped = {"srun", "torchrun"}
+    for name in stopped:
+        jobs[name].cancel("--signal=USR1")
+        jobs[name].until("the signal on every rank", jobs[name].files("signalled", 2))
+    for job in jobs.values():
+        (job.folder / "go").touch()
+    for name, job in jobs.items():
+        job.over()
+        first = report(job.folder, 0)
+        assert (first["launcher"], first["started"], job.field("Restarts")) == (names[name], 0, "1" if name in stopped else "0")
+        if name not in stopped:
+            assert first["ended"] == TOTAL + 60 and not job.files("signalled", 2)()
+            continue
+        second = report(job.folder, 1)
+        assert f"job {job.number}: failed with 75, and is started again" in job.output()
+        assert first["stopped"] and first["ended"] == second["started"] < second["ended"] == TOTAL + 60 and not second["stopped"]
+        assert not list(job.folder.glob("*.stopped"))
+    assert len({report(job.folder, 0)["port"] for job in jobs.values()}) == len(jobs)
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
@@ -80,17 +119,28 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) ->
     assert "so it is not requeued" in able.output()
 
 
-def test_B122_the_end_of_the_allocation_is_asked_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin."""
-    (tmp_path / "go").touch()
-    job = submit(cluster, tmp_path, "--nodes=1", "--time=1", "--signal=USR1@1", total=100_000)
-    job.until("the first run's end", lambda: (tmp_path / "run-0.rank-1.json").exists())
+def test_B122_slurms_own_signal_before_the_time_limit_or_what_the_controller_says_of_it_stops_the_run(
+        cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM 22.05 sets no SLURM_JOB_END_TIME. A job of one minute is told to stop at once: a minute is the least margin. One of
+    three minutes gets SLURM's signal, which may come up to a minute early, before that."""
+    asked, told = folder_of(tmp_path, "asked"), folder_of(tmp_path, "told")
+    for folder in (asked, told):
+        (folder / "go").touch()
+    slow = submit(cluster, told, "--nodes=1", "--time=3", "--signal=USR1@110", total=100_000, STEP_SECONDS="0.5")
+    job = submit(cluster, asked, "--nodes=1", "--time=1", "--signal=USR1@1", total=100_000)
+    job.until("the first run's end", lambda: (asked / "run-0.rank-1.json").exists())
     job.until("requeued", lambda: job.field("Restarts") == "1")
     cluster.end(job)
-    assert report(tmp_path, 0)["stopped"] == report(tmp_path, 0, 1)["stopped"] == "the allocation ends soon"
-    assert (tmp_path / f"root/step-{report(tmp_path, 0)['ended']}/commit.json").exists()
+    assert report(asked, 0)["stopped"] == report(asked, 0, 1)["stopped"] == "the allocation ends soon"
+    assert (asked / f"root/step-{report(asked, 0)['ended']}/commit.json").exists()
     assert "and 60 s are kept for the stop: the least is 60 s" in job.output()
     assert "60 s are kept for the stop; every restart costs that again, so ask for a longer allocation" in job.output()
+
+    slow.until("the first run's end", lambda: (told / "run-0.rank-1.json").exists())
+    slow.until("requeued", lambda: slow.field("Restarts") == "1")
+    cluster.end(slow)
+    assert report(told, 0)["stopped"] == report(told, 0, 1)["stopped"] and "SIGUSR1 on rank" in report(told, 0)["stopped"]
+    assert slow.files("signalled", 2)() and (told / f"root/step-{report(told, 0)['ended']}/commit.json").exists()
 
 
 def test_a_step_longer_than_the_grace_is_told_in_the_jobs_output_and_the_next_time_at_the_start(cluster: Cluster,

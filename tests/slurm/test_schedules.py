@@ -14,7 +14,9 @@ import pytest
 
 from tests.slurm.conftest import LIMIT, OVER, RUN, SCRIPT, Cluster
 from tests.slurm.steps import HELD
-from tests.slurm.test_jobs import TOTAL, report, submit
+from tests.slurm.test_jobs import TOTAL, folder_of, report, submit
+
+KEEP = 2  # what stands when the node dies is more, or would be
 
 
 @pytest.fixture
@@ -50,11 +52,6 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
-def folder_of(tmp_path: Path, name: str) -> Path:
-    (tmp_path / name).mkdir()
-    return tmp_path / name
-
-
 def wait(what: str, seen: Callable[[], bool], limit: float = LIMIT) -> None:
     """For what happens after the job: AssertionError when it does not."""
     end = time.monotonic() + limit
@@ -63,39 +60,51 @@ def wait(what: str, seen: Callable[[], bool], limit: float = LIMIT) -> None:
         time.sleep(0.1)
 
 
-def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_a_save_on_shared_storage(
+def test_s1_a_node_is_killed_between_two_publishes_or_rotations_and_before_its_marker_and_in_a_save_on_shared_storage(
         cluster: Cluster, nodes: None, tmp_path: Path) -> None:
-    """Three jobs over both nodes, one power cut. What rank 0 published on its disk stands on both disks after the restart; what
-    it did not stands on none; nobody cleans up. Then another machine comes in the place of one."""
-    decided, undecided = local(), local()
-    one = {"RETRIES": "3", "GRACE": "10"}
+    """Five jobs over both nodes, one of them under torchrun, and one power cut. What rank 0 published on its disk stands on both
+    disks after the restart; what it did not stands on none; nothing is rotated on the one before the other has published, and
+    where the one has rotated, both have what came after; nobody cleans up. Then another machine comes in the place of one."""
+    decided, undecided, turned = local(), local(), local()
+    one = {"RETRIES": "3", "GRACE": "10", "KEEP": f"{KEEP}"}
     shared = submit(cluster, folder_of(tmp_path, "shared"), "--ntasks-per-node=1", HOLD="save", **one)
     after = submit(cluster, folder_of(tmp_path, "after"), "--ntasks-per-node=1", HOLD="publish", HOLD_RANK="1", ROOT=decided,
                    STORAGE="node-local", **one)
     before = submit(cluster, folder_of(tmp_path, "before"), "--ntasks-per-node=1", HOLD="marker", HOLD_RANK="1", ROOT=undecided,
                     STORAGE="node-local", **one)
-    shared.until("every rank in the middle of a save", shared.files("at", 2))
-    for job in (after, before):
+    rotated = submit(cluster, folder_of(tmp_path, "rotated"), "--ntasks-per-node=1", HOLD="rotate", HOLD_RANK="1", ROOT=turned,
+                     STORAGE="node-local", **one)
+    torchrun = submit(cluster, folder_of(tmp_path, "torchrun"), by="torchrun", HOLD="save", RANKS="1", **one)
+    for job in (shared, torchrun):
+        job.until("every rank in the middle of a save", job.files("at", 2))
+    for job in (after, before, rotated):
         job.until("rank 1 at its gate", job.files("at", 1))
     name = f"step-{HELD + 1}"
-    assert (name in markers(on("n1", decided)), name in markers(on("n2", decided))) == (True, False), "rank 0 has published"
+    rotated.until("the rotation on rank 0's node", lambda: "step-1" not in markers(on("n1", turned)))
+    old = {f"step-{n + 1}" for n in range(HELD)}
+    for root, stands in ((decided, [{*old, name}, old]), (turned, [{*old, name} - {"step-1"}, {*old, name}])):
+        assert [set(markers(on(node, root))) for node in ("n1", "n2")] == stands, "rank 0 has published, or rotated as well"
     power("kill", "n2")
-    for job in (shared, after, before):
+    for job in (shared, torchrun, after, before, rotated):
         (job.folder / "go").touch()
-    shared.until("the error", lambda: "RankTimeout" in shared.output() or "RankLost" in shared.output(), 60)
-    assert "from rank 1 on n2 (pid" in shared.output() and "phase 'write'" in shared.output()
-    for job in (after, before):
+    for job in (shared, torchrun):
+        job.until("the error", lambda job=job: any(  # type: ignore[misc]
+            name in job.output() for name in ("RankTimeout", "RankLost")), 60)
+        assert "from rank 1 on n2 (pid" in job.output() and "phase 'write'" in job.output()
+    for job in (after, before, rotated):
         job.until("the error", lambda job=job: (job.folder / "error-0.rank-0").exists(), 60)  # type: ignore[misc]
     assert "rank 0 had published, so the next start publishes its share as well" in (after.folder / "error-0.rank-0").read_text()
     power("start", "n2")
-    for job in (shared, after, before):
+    for job in (shared, torchrun, after, before, rotated):
         job.over()
-    assert report(shared.folder, int(shared.field("Restarts")))["started"] == HELD
-    for job, root, expected, generation in ((after, decided, HELD + 1, 1), (before, undecided, HELD, 2)):
+    for job in (shared, torchrun):
+        assert report(job.folder, int(job.field("Restarts")))["started"] == HELD
+    for job, root, expected, generation in ((after, decided, HELD + 1, 1), (before, undecided, HELD, 2),
+                                            (rotated, turned, HELD + 1, 1)):
         restarts = int(job.field("Restarts"))
         assert [report(job.folder, restarts, rank)["started"] for rank in (0, 1)] == [expected] * 2
         both = [markers(on(node, root)) for node in ("n1", "n2")]
-        assert set(both[0]) == set(both[1]) == {f"step-{TOTAL - n}" for n in range(3)}
+        assert set(both[0]) == set(both[1]) == {f"step-{TOTAL - n}" for n in range(KEEP)}
         for step in both[0]:
             heads = [found[step] for found in both]
             assert heads[0]["attempt"] == heads[1]["attempt"] and [h["part"] for h in heads] == [[0, 2], [1, 2]]
@@ -105,11 +114,11 @@ def test_s1_a_node_is_killed_between_two_publishes_and_before_its_marker_and_in_
     power("kill", "n2")
     power("start", "n2", "--empty")
     replaced = submit(cluster, folder_of(tmp_path, "replaced"), "--ntasks-per-node=1", ROOT=decided, STORAGE="node-local",
-                      RETRIES="0", total=TOTAL + 1)
+                      KEEP=f"{KEEP}", RETRIES="0", total=TOTAL + 1)
     replaced.over("FAILED")
     for rank in (0, 1):
         error = (replaced.folder / f"error-0.rank-{rank}").read_text()
-        assert f"n2 holds no checkpoint of this run, and n1 has 3, the newest of step {TOTAL}: a node that was replaced" in error
+        assert f"n2 holds no checkpoint of this run, and n1 has {KEEP}, the newest of step {TOTAL}: a node that was repl" in error
 
 
 def test_s5_zombies_that_wake_after_the_takeover_publish_nothing(cluster: Cluster, nodes: None, tmp_path: Path) -> None:
