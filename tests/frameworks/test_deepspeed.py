@@ -75,6 +75,8 @@ def test_B49_some_ranks_save_and_others_do_not(stage: Stage, tmp_path: Path, bac
 def test_what_goes_wrong_on_one_rank_is_every_ranks(stage: Stage, tmp_path: Path, background: bool, zero: int) -> None:
     first, second = stage.values(2, dscases.failures, str(tmp_path / "root"), background, zero)
     assert first == second
+    kind, said = first.pop("one name")
+    assert kind == "SaveError" and "ranks 0 and 1 both wrote 'zero_pp_rank_0_mp_rank_00_optim_states.pt'" in said, said
     for name, text in {"full": "No space left", "raises": "the writer of rank 1 is broken", "cut": "reported success",
                        "swallows": "No space left", "nothing": "wrote nothing", "short": "reported success"}.items():
         kind, said = first[name]
