@@ -83,6 +83,11 @@ def test_what_goes_wrong_on_one_rank_is_every_ranks(stage: Stage, tmp_path: Path
         assert kind in ("SaveError", "DiskFull") and "rank 1" in said and text in said, (name, first[name])
 
 
+def test_B35_B36_deepspeeds_own_writers_that_write_one_file_on_two_ranks_are_told(stage: Stage, tmp_path: Path) -> None:
+    for texts in stage.values(2, dskinds.doubled, str(tmp_path / "root")):
+        assert len(texts) == 2 and all("ranks 0 and 1 both wrote 'mp_rank_00_model_states.pt'" in text for text in texts), texts
+
+
 def test_B19_B103_a_slow_rank_holds_up_no_barrier_and_no_pointer(stage: Stage, tmp_path: Path) -> None:
     stage.values(2, dscases.slow, str(tmp_path / "root"))
 
