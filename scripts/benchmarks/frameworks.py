@@ -6,6 +6,7 @@ that framework's save and then an fsync of every file and directory of it, share
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import time
@@ -25,7 +26,7 @@ from scripts.benchmarks.rounds import Found, ranks, rotate, row, sync_tree
 from scripts.benchmarks.subjects import WORLD, Saver, Times
 from tests.frameworks.stage import ENVIRONMENT, EXTENSIONS
 
-_FULL = {"deepspeed": 500}
+_FULL = {"deepspeed": 500, "deepspeed-zero3": 500}
 _ELSE, _QUICK = 200, 48  # MB
 _WIDTH, _INPUTS = 1024, 8
 _STALL = {"deepspeed": 0.2}
@@ -161,12 +162,12 @@ def _dcp(job: _Job, sharded: bool) -> Found:
         "dcp.async_save, kept stager": partial(behind, DefaultStager(StagingOptions(False, False, False, False)))})
 
 
-def _deepspeed(job: _Job) -> Found:
-    """ZeRO-2. Its files hold the weights, their float32 partition and two moments."""
+def _deepspeed(job: _Job, zero: int = 2) -> Found:
+    """Its files hold the weights, their float32 partition and two moments."""
     from distckpt.payloads.deepspeed import DeepSpeed
     from tests.frameworks.dsranks import engine
 
-    made = engine(2, job.net(copies=4))
+    made = engine(zero, job.net(copies=4))
 
     def forward_and_backward() -> None:
         made.backward(made(torch.randn(4, _INPUTS)).square().mean())
@@ -180,8 +181,34 @@ def _deepspeed(job: _Job) -> Found:
         made.global_steps = step  # as a step would, and DeepSpeed's are the checkpoint's
         return manager.save(step, state, **how)
 
-    return job.measure(Saver(manager, save), {"save_checkpoint": lambda path: made.save_checkpoint(path, tag="own")},
-                       forward_and_backward)
+    own: dict[str, Own] = {"save_checkpoint": lambda path: made.save_checkpoint(path, tag="own")}
+    if zero == 3:  # with ZeRO-1 and 2 it cannot be given the optimizer's state
+        own["its decoupled writer"] = _decoupled(job, made)
+    return job.measure(Saver(manager, save), own, forward_and_backward)
+
+
+def _decoupled(job: _Job, made: Any) -> Own:
+    """DeepSpeed's asynchronous save, by the one of its writers that a CPU runs. The wait is what its next step begins with."""
+    from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_writer_config
+    from deepspeed.runtime.model_checkpointing.data_parallel_writer_factory import DataParallelWriterConfig
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it has a process of its own
+    plain, settings = made.checkpoint_engine, made._config
+    settings.checkpoint_config["writer"] = get_checkpoint_writer_config({"writer": {"type": "python", "decoupled": True}})
+    writer = DecoupledCheckpointEngine(settings, DataParallelWriterConfig(1, 0, job.rank, job.rank, True), False)
+    job.stack.callback(writer.cleanup)
+
+    def save(path: str) -> Any:
+        made.checkpoint_engine = writer
+        made.save_checkpoint(path, tag="own")
+        return wait
+
+    def wait() -> None:
+        made._commit_decoupled_checkpoint()
+        made.checkpoint_engine = plain
+
+    return save
 
 
 def _accelerate(job: _Job) -> Found:
@@ -280,6 +307,7 @@ def _lightning(job: _Job, kind: str) -> Found:
 
 
 _SCENARIOS: dict[str, Callable[[_Job], Found]] = {
-    "ddp": partial(_dcp, sharded=False), "fsdp2": partial(_dcp, sharded=True), "deepspeed": _deepspeed, "accelerate": _accelerate,
+    "ddp": partial(_dcp, sharded=False), "fsdp2": partial(_dcp, sharded=True), "deepspeed": _deepspeed,
+    "deepspeed-zero3": partial(_deepspeed, zero=3), "accelerate": _accelerate,
     "transformers": _transformers, "lightning-ddp": partial(_lightning, kind="ddp"),
     "lightning-fsdp2": partial(_lightning, kind="fsdp2")}

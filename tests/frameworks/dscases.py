@@ -254,7 +254,7 @@ def failures(rank: int, world: int, root: str, background: bool, zero: int) -> d
                     manager.wait()
                     told[name] = ("saved", "")
                 except SaveError as error:
-                    told[name] = (type(error).__name__, "; ".join(map(str, error.failures.values())))
+                    told[name] = (type(error).__name__, "; ".join(map(str, error.failures.values())) or str(error))
             standing = sorted(p.name for p in Path(root).iterdir() if p.name.startswith("step-"))
             assert standing == ["step-1"], standing
 
@@ -262,6 +262,9 @@ def failures(rank: int, world: int, root: str, background: bool, zero: int) -> d
         full.forever, full.seen = False, 10**6
         for name, writer in (("raises", raises), ("cut", cut), ("swallows", swallows), ("nothing", nothing), ("short", short)):
             attempt(name, writer)
+        one = made._get_rank_zero_ckpt_name
+        with patched(made, "_get_rank_zero_ckpt_name", lambda path, tag, mp, dp, bf16: one(path, tag, mp, 0, bf16)):
+            attempt("one name", None)  # rank 1 takes rank 0's (FIELD_CASES B35, B36)
         manager.save(2, DeepSpeed(made), background=background)
         manager.wait()
         assert manager.all_steps() == [1, 2]

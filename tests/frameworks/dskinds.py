@@ -60,6 +60,23 @@ def variants(rank: int, world: int, root: str) -> list[str]:
     return good
 
 
+def doubled(rank: int, world: int, root: str) -> list[str]:
+    """DeepSpeed's own writers (``"checkpoint": {"writer": ...}``): under 0.19.8 every rank writes the weights, into one file."""
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # what its launcher says of nodes
+    made = engine(2, checkpoint={"writer": {"type": "PYTHON", "data_parallel": "replica"}})
+    step(made)
+    texts = []
+    with distckpt.CheckpointManager(root) as manager:
+        for background in (False, True):
+            try:
+                manager.save(1, DeepSpeed(made), background=background)
+                manager.wait()
+            except SaveError as error:
+                texts.append(str(error))
+        assert manager.all_steps() == []
+    return texts
+
+
 OVERLAPPING: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"{kind}, ZeRO {zero}": (zero, more) for zero in range(4) for kind, more in (
         ("fp32", {}), ("bf16", {"bf16": {"enabled": True}}))},

@@ -75,10 +75,17 @@ def test_B49_some_ranks_save_and_others_do_not(stage: Stage, tmp_path: Path, bac
 def test_what_goes_wrong_on_one_rank_is_every_ranks(stage: Stage, tmp_path: Path, background: bool, zero: int) -> None:
     first, second = stage.values(2, dscases.failures, str(tmp_path / "root"), background, zero)
     assert first == second
+    kind, said = first.pop("one name")
+    assert kind == "SaveError" and "ranks 0 and 1 both wrote 'zero_pp_rank_0_mp_rank_00_optim_states.pt'" in said, said
     for name, text in {"full": "No space left", "raises": "the writer of rank 1 is broken", "cut": "reported success",
                        "swallows": "No space left", "nothing": "wrote nothing", "short": "reported success"}.items():
         kind, said = first[name]
         assert kind in ("SaveError", "DiskFull") and "rank 1" in said and text in said, (name, first[name])
+
+
+def test_B35_B36_deepspeeds_own_writers_that_write_one_file_on_two_ranks_are_told(stage: Stage, tmp_path: Path) -> None:
+    for texts in stage.values(2, dskinds.doubled, str(tmp_path / "root")):
+        assert len(texts) == 2 and all("ranks 0 and 1 both wrote 'mp_rank_00_model_states.pt'" in text for text in texts), texts
 
 
 def test_B19_B103_a_slow_rank_holds_up_no_barrier_and_no_pointer(stage: Stage, tmp_path: Path) -> None:
