@@ -103,6 +103,7 @@ class Runtime(Protocol):
     def exit_now(self, code: int) -> None: ...
     def token(self, size: int) -> str: ...
     def identity(self) -> Identity: ...
+    def recount(self, elastic: int) -> None: ...
     def age(self) -> float: ...
     def alive(self, other: Identity) -> bool | None: ...
     def bytes_moved(self) -> int: ...
@@ -134,6 +135,8 @@ def _pid_namespace() -> str:
 
 class SystemRuntime:
     """The real machine."""
+
+    _elastic: int | None = None
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -190,7 +193,11 @@ class SystemRuntime:
         host = os.environ.get("DISTCKPT_HOST") or socket.gethostname()
         return Identity(host=host, pid=os.getpid(), boot=_read("/proc/sys/kernel/random/boot_id"),
                         pidns=_pid_namespace(), started=_process_start(os.getpid())[0], job=launch.job, restart=launch.restart,
-                        step=launch.step, elastic=launch.elastic)
+                        step=launch.step, elastic=launch.elastic if self._elastic is None else self._elastic)
+
+    def recount(self, elastic: int) -> None:
+        """Restarts by torchrun, counted over all nodes: each of its agents counts its own alone."""
+        self._elastic = elastic
 
     def age(self) -> float:
         """Seconds since this process began; 0 where unknown."""

@@ -48,6 +48,10 @@ class Group:
         finally:
             bootstrap.met()
         group.identities = {int(r): Identity.from_json(v) for r, v in verdict["identities"].items()}
+        restarts = sum(group.identities[leader].elastic for leader in group.leaders)
+        if restarts != group.identity.elastic:
+            runtime.recount(restarts)
+            group.identity = runtime.identity()
         if group.rank == 0:
             group.pulse.identities = {r: i for r, i in group.identities.items() if r != 0}
         return group

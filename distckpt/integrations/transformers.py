@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HubStrategy
 
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing, WorldMismatch
@@ -82,7 +83,7 @@ class CrashSafe(Trainer):  # type: ignore[misc]
         if args.enable_jit_checkpoint:
             raise ConfigError("enable_jit_checkpoint=True saves by a timer of each rank's own, at steps that may differ: leave "
                               "it out, CrashSafe answers SIGTERM at one step for all ranks")
-        if self.background_saves and args.push_to_hub and str(args.hub_strategy) not in ("end", "HubStrategy.END"):
+        if self.background_saves and args.push_to_hub and args.hub_strategy != HubStrategy.END:
             raise ConfigError("background_saves=True with push_to_hub: a checkpoint is pushed once it is committed, and a "
                               "background save is not when training goes on: say hub_strategy='end', or background_saves=False")
 
@@ -256,7 +257,7 @@ class CrashSafe(Trainer):  # type: ignore[misc]
             self._unpushed = True
             return
         step = self._step_of(checkpoint_folder)
-        if not self.is_world_process_zero() or step is None:
+        if not self.is_world_process_zero() or step is None or self.args.hub_strategy == HubStrategy.END:
             return
         if self.push_in_progress is None or self.push_in_progress.is_done():
             self._release()

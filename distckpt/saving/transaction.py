@@ -387,13 +387,15 @@ def _enter(reports: dict[int, Report]) -> Report:
 
 
 def _with_both(failure: RankFailure, directory: str, reports: dict[int, Report]) -> RankFailure:
-    """A file of this attempt that stood there when a rank made it is another rank's: the failure names both."""
-    if failure.type != "FileExistsError" or not failure.path:
+    """A file that failed on one rank and is another rank's as well (it stood there already, or is not as this one wrote it): the
+    failure names both."""
+    if not failure.path:
         return failure
     name = os.path.relpath(failure.path, directory)
     for rank, report in reports.items():
         if rank != failure.rank and name in [*report.get("claimed", ()), *(entry[0] for entry in report.get("files", ()))]:
-            return replace(failure, message=both_wrote(name, *sorted((rank, failure.rank))))
+            both = both_wrote(name, *sorted((rank, failure.rank)))
+            return replace(failure, message=both if failure.type == "FileExistsError" else f"{both} ({failure.message})")
     return failure
 
 

@@ -83,8 +83,9 @@ def two_agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         for name in ("one", "other"):
             with (folder / name).open("wb") as out:
-                agents.append(subprocess.Popen([*launcher, str(REPOSITORY / "tests/frameworks/elastic.py"), str(folder)],
-                                               env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT))
+                command = [*launcher, str(REPOSITORY / "tests/frameworks/elastic.py"), str(folder)]
+                agents.append(subprocess.Popen(command, env=environment(DISTCKPT_HOST=name), cwd=folder, stdout=out,
+                                               stderr=subprocess.STDOUT))
         codes = [agent.wait(150) for agent in agents]
     finally:
         for agent in agents:
@@ -102,8 +103,5 @@ def test_of_two_agents_both_start_their_ranks_anew_when_a_rank_of_one_dies(two_a
     assert [e["step"] for e in found if e["event"] == "committed"] == [1, 2, 3, 4]
 
 
-@pytest.mark.xfail(strict=True, reason="elastic is TORCHELASTIC_RESTART_COUNT of rank 0's agent, which does not count what "
-                                       "another node's rank caused: the generations are told apart neither in the journal nor "
-                                       "by Identity.succeeds")
 def test_a_restart_that_a_rank_of_another_agent_caused_is_counted(two_agents: Path) -> None:
     assert counted(events(two_agents)) == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]

@@ -344,8 +344,6 @@ def test_a_push_to_the_hub_takes_committed_files_and_nothing_of_ours(stage: Stag
         assert_sent(strategy, told)
 
 
-@pytest.mark.xfail(strict=True, reason="CrashSafe._push_from_checkpoint takes a lease on a checkpoint that hub_strategy='end' "
-                                       "never pushes, and in the background there is none yet: StopIteration ends the run")
 def test_saves_in_the_background_and_a_push_at_the_end(stage: Stage, tmp_path: Path) -> None:
     """What the refusal of background saves with another hub_strategy says to do."""
     assert_sent("end", stage.values(1, pushes, str(tmp_path / "root"), ["end"], True)[0]["end"])

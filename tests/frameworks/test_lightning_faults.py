@@ -194,9 +194,7 @@ def _failing(rank: int, world: int, root: str, faults: str) -> list[Any]:
     return attempts.told
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", pytest.param("fsdp2 one name", marks=pytest.mark.xfail(
-    strict=True, reason="transaction._with_both looks at FileExistsError only: where two ranks' one file is of two sizes, "
-                        "the error says 'its writer reported N bytes and M are on disk', and names one of them"))])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp2 one name"])
 def test_B63_B127_a_save_that_fails_on_one_rank_fails_on_both_and_the_one_before_stays(kind: str, tmp_path: Path) -> None:
     """With ``keep_last=1``: nothing is rotated for a save that is not committed. Nobody waits in a barrier for the failing rank
     (``trainer.save_checkpoint`` ends in one), and the next save works."""
