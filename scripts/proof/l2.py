@@ -64,7 +64,7 @@ def run(budget: Budget, runs: int | None = None, tell: bool = False, own: Pool |
 
 
 def _count(result: Result, kinds: Counter[str], slowest: dict[str, float], item: Item, judged: Judged) -> None:
-    result.runs += judged.runs
+    result.runs += judged.jobs
     result.hangs += judged.hangs
     if judged.fired:
         result.states += 1

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import distckpt
+from distckpt.testing.checker import standing, tree_of
+from distckpt.testing.forks import Ended
 from scripts.proof import l2
 from scripts.proof.layer import Budget
-from scripts.proof.loops import schedule, traced
+from scripts.proof.loops import judge, schedule, traced, zygote
 from scripts.proof.loops.judge import Item, Judged, Known
 from scripts.proof.loops.mutants import MUTANTS
 from scripts.proof.loops.program import PROGRAMS
@@ -44,7 +49,8 @@ def test_every_kind_of_fault_fires_and_no_promise_is_broken(pool: Pool) -> None:
     items += [Item("background", Strike(0, "kill", of(pool.known["background"], 0, "mkdir"))),
               Item("sync", Strike(0, "error", of(known, 0, "open", "commit.json"), "ENOSPC", forever=True))]
     for item, found in zip(items, judged(pool, *items), strict=True):
-        assert found.fired and found.violations == [] and found.hangs == 0, (str(item), found.violations, found.logs)
+        assert found.fired and found.checked and found.hangs == 0, str(item)
+        assert found.violations == [], (str(item), found.logs)
 
 
 def test_a_loop_ends_where_nothing_is_left_to_strike(pool: Pool) -> None:
@@ -82,7 +88,7 @@ def test_strace_and_the_seam_agree(pool: Pool) -> None:
     items = [Item("sync", Strike(1, "error", 4, "EIO", call="fsync"), traced=True),
              Item("sync", Strike(0, "kill", 5, call="rename"), traced=True)]
     for found in judged(pool, *items):
-        assert found.runs >= 4 and found.fired and found.violations == [], (found.violations, found.logs)
+        assert found.jobs >= 4 and found.fired and found.violations == [], (found.violations, found.logs)
 
 
 def test_a_seed_means_the_same_everywhere_and_the_first_ones_meet_every_kind() -> None:
@@ -95,3 +101,56 @@ def test_a_seed_means_the_same_everywhere_and_the_first_ones_meet_every_kind() -
 def test_the_layer_says_what_it_covered(pool: Pool) -> None:
     result = l2.run(Budget(50.0, seed=3), runs=2, own=pool)
     assert result.layer == "l2" and result.covers.startswith("seeds 3-4 of ") and result.violations == [] and result.hangs == 0
+
+
+# -- what a run must show --------------------------------------------------------------------------------------------------
+
+KNOWN = Known({}, [{"write": 10, "read": 10}, {}], [[], []], None)
+LAST_WRITE = Item("sync", Strike(0, "error", 10, "EIO"))
+
+
+def surely(monkeypatch: pytest.MonkeyPatch, *made: Judged, item: Item = LAST_WRITE) -> list[str]:
+    left = list(made)
+    monkeypatch.setattr(zygote, "judge", lambda *_: left.pop(0))
+    found = zygote.surely(item, KNOWN, "").violations
+    assert left == []
+    return found
+
+
+def test_a_run_that_was_not_checked_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert surely(monkeypatch, Judged(fired=True, checked=True)) == []
+    assert surely(monkeypatch, Judged(fired=True)) == ["the checker did not run"]
+    assert surely(monkeypatch, Judged(checked=True), Judged(fired=True)) == ["the checker did not run"]
+
+
+def test_a_fault_that_does_not_fire_is_tried_once_more_and_then_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = Judged(checked=True)
+    assert surely(monkeypatch, missed, Judged(checked=True)) == ["its fault never fired"], "it is the last operation"
+    assert surely(monkeypatch, Judged(checked=True), Judged(fired=True, checked=True)) == []
+    beyond = Item("sync", Strike(0, "error", 11, "EIO"))
+    assert surely(monkeypatch, Judged(checked=True), item=beyond) == []
+    read = Item("sync", Strike(0, "read error", 10, "EIO"))  # another rank may have read it
+    assert surely(monkeypatch, Judged(checked=True), Judged(checked=True), item=read) == []
+
+
+def lied_away(monkeypatch: pytest.MonkeyPatch, root: Path, *told: str) -> Judged:
+    """A run whose only checkpoint is zeros after a lie of its fsync; its rank says ``told``."""
+    with distckpt.CheckpointManager(root) as manager, manager.saving(2) as files, files.writer("data.bin") as out:
+        out.write(b"bytes")
+    known = Known({2: standing(tree_of(str(root)))["step-2"][1], 90: ""}, [], [], None)
+    (name,) = (path.name for path in (root / "step-2").iterdir() if path.name.startswith("data"))
+    struck = {"what": "struck", "op": "fsync", "path": f"/.distckpt/staging/1/{'0' * 16}/step-2/{name}", "other": "", "at": 1.0}
+    lines = [{"what": "begin", "save": 0, "at": 0.0}, struck, {"what": "told", "save": 0, "outcome": "committed", "at": 2.0},
+             *({"what": what, "save": 0, "at": 3.0} for what in told)]
+    monkeypatch.setattr(judge, "_run", lambda *_: [Ended(error="NoUsableCheckpoint", text="none")] * 2)
+    found = Judged()
+    program = replace(PROGRAMS["sync"], before=(), saves=((2, 2, "error"),))
+    judge._look(program, Item("sync", Strike(0, "lie", 1)), known, str(root), [Ended(), Ended()], [lines, []], 90, found)
+    return found
+
+
+def test_a_lie_that_leaves_nothing_is_checked_for_all_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = lied_away(monkeypatch, tmp_path / "good")
+    assert found.checked and found.violations == []
+    found = lied_away(monkeypatch, tmp_path / "bad", "disturbed")
+    assert found.checked and found.violations == ["I11: a failed save changed the state in save 0"]

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,16 +61,27 @@ class Item:
 
 @dataclass
 class Judged:
-    """``fired``: whether the fault went off. ``noticed``: seconds until another rank raised, beyond the deadline if one had
-    to pass. ``verdicts``: what tells runs of one kind apart: the newest told outcome of each save, and where it resumed."""
+    """``fired``: whether the fault went off. ``checked``: whether the checker has looked at all that there was to look at.
+    ``noticed``: seconds until another rank raised, beyond the deadline if one had to pass. ``verdicts``: what tells runs of one
+    kind apart: the newest told outcome of each save, and where it resumed. ``jobs``: that was struck, and after it."""
 
     fired: bool = False
+    checked: bool = False
     violations: list[str] = field(default_factory=list)
     hangs: int = 0
     noticed: float | None = None
     verdicts: tuple[Any, ...] = ()
-    runs: int = 0
+    jobs: int = 0
     logs: str = ""
+
+    def add(self, other: Judged) -> None:
+        """A further look at the same item: what either found, and it was looked at only if both times it was."""
+        self.fired |= other.fired
+        self.checked &= other.checked
+        self.violations += other.violations
+        self.hangs += other.hangs
+        self.jobs += other.jobs
+        self.logs += other.logs
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ def judge(item: Item, known: Known, folder: str, outside: Outside | None = None)
     """Make the run and judge it. ``outside`` strikes in place of the seam."""
     program, strike = PROGRAMS[item.program], item.strike
     root = os.path.join(folder, "root")
-    judged = Judged(runs=1)
+    judged = Judged(jobs=1)
     if known.template:
         shutil.copytree(known.template, root)
     stops = strike.kind == "stop"
@@ -140,7 +151,7 @@ def judge(item: Item, known: Known, folder: str, outside: Outside | None = None)
         diaries = [read_diary(root, rank) for rank in range(WORLD)]
         if outside is not None and outside.struck():
             diaries[strike.rank].append({"what": "struck", "op": "", "path": "", "other": "", "at": float("inf")})
-        _look(program, item, known, root, ends, diaries, LAST if judged.runs > 1 else NEXT, judged)
+        _look(program, item, known, root, ends, diaries, LAST if judged.jobs > 1 else NEXT, judged)
         judged.violations += told
     finally:
         os.close(gate)
@@ -189,7 +200,7 @@ def _wait(ranks: list[Forked], strike: Strike, root: str, told: list[str], item:
             break
     if victim.stopped:
         if strike.rank != 0:
-            judged.runs += 1
+            judged.jobs += 1
             again_ends = _run(again, root, item.program, NEXT)
             if not all(end.ok for end in again_ends):
                 told.append("I8: the job after it could not start beside the stopped rank: " + str(again_ends[0])[:600])
@@ -224,26 +235,31 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
     judged.violations += _ended(strike, struck, ends, diaries)
     damaged = _damage(strike, struck, root, known, story)
 
-    judged.runs += 1
+    judged.jobs += 1
     after = _run(again, root, item.program, step)
     judged.hangs += sum(end.hung for end in after)
     found.alive += [rank for rank, end in enumerate(after) if end.hung]
     answers = {rank: _answer(end, known) for rank, end in enumerate(after)}
     found.disturbed = [f"the state in save {line['save']}" for diary in diaries for line in diary if line["what"] == "disturbed"]
+    found.root, skipped = tree_of(root), {}
     with suppress(FileNotFoundError):
-        resumed_tree, skipped = pickle.loads(Path(f"{root}.resumed").read_bytes())
-        found.root, found.resumed = resumed_tree, dict(answers)
-        judged.violations += check(story, found)
-        if skipped and not damaged:
-            judged.violations.append(f"I8: passed over without a reason that this run gave: {skipped}")
-    if damaged and not standing(found.root or tree_of(root)) and all("NoUsableCheckpoint" in str(a) for a in answers.values()):
-        return  # nothing is left, and it was said so
+        found.root, skipped = pickle.loads(Path(f"{root}.resumed").read_bytes())
+        found.resumed = dict(answers)
+    if damaged and not standing(found.root) and all("NoUsableCheckpoint" in str(a) for a in answers.values()):
+        # Nothing is left, and it was said so: of what was told nothing can stand, and the rest is asked as ever.
+        judged.violations += check(replace(story, saves=[replace(save, told={}) for save in story.saves]), found)
+        judged.checked = True
+        return
+    judged.violations += check(story, found)
+    if skipped and not damaged:
+        judged.violations.append(f"I8: passed over without a reason that this run gave: {skipped}")
     if not found.resumed:
         judged.violations += [f"I8: rank {rank} could not resume: {answer}" for rank, answer in answers.items()]
     went_on = all(end.ok for end in after)
     story.saves.append(Save(step, known.contents[step], {0: COMMITTED} if went_on else {}))
     last = Found(root=tree_of(root), went_on=went_on, crashes=found.crashes)
     judged.violations += check(story, last)
+    judged.checked = True
     if not item.traced:
         judged.noticed = _noticed(program, strike, struck, diaries)
     outcomes = tuple(tuple(sorted(set(save.told.values()))) for save in story.saves[len(program.before):])

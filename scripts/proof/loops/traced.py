@@ -90,10 +90,7 @@ def judge_traced(item: Item, known: Known, folder: str) -> Judged:
 
     def once_more(strike: _Strace | None) -> Any:
         other = judge(item, known, folder, strike) if strike is not None else judge(item, known, folder)
-        judged.runs += other.runs
-        judged.hangs += other.hangs
-        judged.violations += other.violations
-        judged.logs += other.logs
+        judged.add(other)
         return other.verdicts
 
     for _ in range(_TRIES):
