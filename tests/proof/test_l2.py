@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,12 @@ import distckpt
 from distckpt.testing.checker import standing, tree_of
 from distckpt.testing.forks import Ended
 from scripts.proof import l2
-from scripts.proof.layer import Budget
+from scripts.proof.layer import Budget, Result
 from scripts.proof.loops import judge, schedule, traced, zygote
 from scripts.proof.loops.judge import Item, Judged, Known
 from scripts.proof.loops.mutants import MUTANTS
 from scripts.proof.loops.program import PROGRAMS
-from scripts.proof.loops.strikes import KINDS, Strike
+from scripts.proof.loops.strikes import KINDS, Strike, every
 from scripts.proof.loops.zygote import Pool
 
 PROBED = 9
@@ -98,9 +99,66 @@ def test_a_seed_means_the_same_everywhere_and_the_first_ones_meet_every_kind() -
     assert {(item.program, item.strike.rank) for item in items[:128]} == {(name, rank) for name in PROGRAMS for rank in (0, 1)}
 
 
-def test_the_layer_says_what_it_covered(pool: Pool) -> None:
-    result = l2.run(Budget(50.0, seed=3), runs=2, own=pool)
-    assert result.layer == "l2" and result.covers.startswith("seeds 3-4 of ") and result.violations == [] and result.hangs == 0
+def test_one_program_meets_everything_at_every_operation_of_both_ranks() -> None:
+    met = {(item.strike.rank, item.strike.kind, item.strike.number, item.strike.forever, item.strike.n)
+           for item in schedule.runs(["sync"]) if not item.traced}
+    assert met == {(rank, *what, n) for rank in (0, 1) for what in every() for n in range(1, schedule._MOST + 1)}
+
+
+def test_the_layer_makes_the_runs_that_it_is_asked_for(pool: Pool, tmp_path: Path) -> None:
+    result = l2.run(Budget(50.0, seed=3), runs=2, own=pool, walked=tmp_path / "walked")
+    assert result.runs == result.states >= 1 and result.violations == [] and result.hangs == 0
+    assert f"{result.runs} faults fired in all; walked " in result.covers and " left)" in result.covers
+
+
+class Played:
+    """In place of a pool: one program of few operations, whose every fault fires as long as there are operations."""
+
+    def __init__(self, bad: Callable[[Item], bool] = lambda item: False) -> None:
+        self.known = {name: Known({}, [{"write": 2}, {"write": 1}], [[], []], None) for name in ("sync", "background")}
+        self.bad, self.made = bad, list[Item]()
+
+    def judge(self, items: Iterator[Item]) -> Iterator[tuple[Item, Judged]]:
+        for item in items:
+            self.made.append(item)
+            fired = item.strike.n <= self.known[item.program].count(item.strike)
+            yield item, Judged(fired=fired, checked=True, jobs=2, violations=["I1: on purpose"] if self.bad(item) else [])
+
+
+def played(walked: Path, seconds: float = 60.0, bad: Callable[[Item], bool] = lambda item: False) -> tuple[Played, Result]:
+    pool: Any = Played(bad)
+    return pool, l2.run(Budget(seconds), own=pool, walked=walked)
+
+
+def test_the_loops_are_walked_to_their_end_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = tmp_path / "walked"
+    first, result = played(walked, bad=lambda item: item.strike.kind == "kill")
+    loops: dict[tuple[object, ...], set[int]] = {}
+    for item in first.made:
+        loops.setdefault((item.program, item.strike.rank, item.strike.kind, item.strike.number, item.strike.forever),
+                         set()).add(item.strike.n)
+    assert all(ns == set(range(1, 3 - key[1] + schedule.MARGIN)) for key, ns in loops.items()  # type: ignore[operator]
+               if key[0] == "sync" and key[2] != "read error"), "each n, until none fires"
+    assert result.runs == result.states < len(first.made), "faults are counted, not jobs and not the ends of loops"
+    kills = [item for item in first.made if item.strike.kind == "kill"]
+    assert f"({sum(item.program == 'sync' for item in kills)} left)" in result.covers
+    again, _ = played(walked)
+    assert sorted(map(str, again.made)) == sorted(map(str, kills)), "what was violated is walked again, and nothing else"
+    done, result = played(walked)
+    assert done.made == [] and result.runs == 0 and "(0 left)" in result.covers
+    monkeypatch.setattr("scripts.proof.__main__.code", lambda: "ffff")
+    assert len(played(walked)[0].made) == len(first.made), "other code"
+
+
+def test_a_long_run_takes_one_program_whole_first_and_a_short_one_begins_where_it_is_told() -> None:
+    items = schedule.runs(["sync", "background"])
+    numbers = schedule.fitting(items, Played().known)
+    first = sorted(number for number in numbers if number < schedule._FIRST)
+    long, short = (schedule.order(numbers, items, whole, 5000) for whole in (True, False))
+    assert long[:len(first)] == short[:len(first)] == first and sorted(long) == sorted(short) == sorted(numbers)
+    names = [items[number].program for number in long[len(first):]]
+    assert names == sorted(names, reverse=True) and len(set(names)) == 2
+    assert short[len(first)] == min(number for number in numbers if number >= 5000)
 
 
 # -- what a run must show --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from scripts.proof.loops import traced
@@ -14,7 +14,7 @@ MARGIN = 3
 """So many n beyond the last operation, to see that a loop has come to its end: threads take turns as they like."""
 
 _READS_VARY = 2
-_THOROUGH = {("error", True): 4, ("late error", False): 4, ("slow", False): 8}
+WHOLE = "sync"
 _ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False): 4, ("read error", False): 2,
                    ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
 _SAMPLE = 8
@@ -24,10 +24,10 @@ _FIRST = 128
 
 
 def stride(program: str, kind: str, forever: bool) -> int:
-    """Every so many-th operation. One program meets all errnos at every n; two meet every n, each with some errno; where
+    """Every so many-th operation. One program meets all there is at every n; two meet every n, each with some errno; where
     torch's collectives make a run slow, a sample."""
-    if program == "sync":
-        return _THOROUGH.get((kind, forever), 1)
+    if program == WHOLE:
+        return 1
     return _SAMPLE if program.startswith("dcp") else _ONE_ERRNO_EACH.get((kind, forever), 1)
 
 
@@ -54,6 +54,18 @@ def fitted(item: Item, seed: int, known: Known) -> Item | None:
     if strike.n <= count + MARGIN:
         return item
     return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None
+
+
+def fitting(items: list[Item], known: dict[str, Known]) -> dict[int, Item]:
+    """By number, the runs that there are here, each once."""
+    found = {seed: fit for seed, item in enumerate(items) if (fit := fitted(item, seed, known[item.program])) is not None}
+    return {seed: item for item, seed in {item: seed for seed, item in reversed(found.items())}.items()}
+
+
+def order(numbers: Iterable[int], items: list[Item], whole: bool, start: int) -> list[int]:
+    """The first ones first; then the program that is walked ``whole``, or those from ``start`` on and round."""
+    return sorted(numbers, key=lambda n: (0, n) if n < _FIRST else (1 + (items[n].program != WHOLE), n) if whole
+                  else (1, (n - start) % len(items)))
 
 
 def _of(name: str) -> Iterator[Item]:
