@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from scripts.proof.layer import Budget, Layer, Result, append
-from scripts.proof.loops import schedule
-from scripts.proof.loops.judge import Item, Judged
+from scripts.proof.loops import schedule, traced
+from scripts.proof.loops.judge import TRACED, Item, Judged
 from scripts.proof.loops.zygote import Pool
 
 WALKED = Path(__file__).resolve().parents[2] / ".cache" / "proof" / "l2.jsonl"
@@ -27,8 +27,13 @@ _LONG = 300.0
 
 
 def missing() -> str | None:
+    """Without strace it runs, and says that nothing was struck from outside."""
     if not sys.platform.startswith("linux"):
         return "Linux (pidfd, prctl)"
+    if traced.missing() is not None:
+        from scripts.proof import l1
+
+        l1.missing()  # installs it
     return None
 
 
@@ -106,8 +111,11 @@ class _Tally:
             walked[item.program] += str(item) in self.walked
         loops = ", ".join(f"{walked[name]:,} of {count:,} of {name} ({count - walked[name]:,} left)"
                           for name, count in fitted.items())
-        return (f"{sum(self.walked.values()):,} faults fired in all; walked {loops}; now {self.result.states:,} faults of "
-                f"{self.result.distinct} kinds in {self.jobs:,} jobs; slowest notice {self._slowest['death']:.2f} s of a death, "
+        why = traced.missing()
+        outside = f"{sum(fired for run, fired in self.walked.items() if run.endswith(TRACED)):,} of them by strace as well" + (
+            f" ({why} here)" if why else "")
+        return (f"{sum(self.walked.values()):,} faults fired in all, {outside}; walked {loops}; now {self.result.states:,} faults, "
+                f"{self.result.distinct} kinds, {self.jobs:,} jobs; slowest notice {self._slowest['death']:.2f} s of a death, "
                 f"{self._slowest['stop']:.2f} s of a stop beyond its deadline")
 
 

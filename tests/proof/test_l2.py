@@ -33,7 +33,7 @@ def pool() -> Iterator[Pool]:
 
 def of(known: Known, rank: int, op: str, name: str = "", after: int = 0, which: int = 0) -> int:
     """The n of the ``which``-th such operation beyond ``after``."""
-    found = [n for n, (done, where, _) in enumerate(known.order[rank], 1) if n > after and done == op and name in where]
+    found = [n for n, (done, where) in enumerate(known.order[rank], 1) if n > after and done == op and name in where]
     return found[which]
 
 
@@ -86,10 +86,28 @@ def test_a_broken_library_is_found(mutant: str, pool: Pool) -> None:
 
 @pytest.mark.skipif(traced.missing() is not None, reason=str(traced.missing()))
 def test_strace_and_the_seam_agree(pool: Pool) -> None:
-    items = [Item("sync", Strike(1, "error", 4, "EIO", call="fsync"), traced=True),
-             Item("sync", Strike(0, "kill", 5, call="rename"), traced=True)]
-    for found in judged(pool, *items):
-        assert found.jobs >= 4 and found.fired and found.violations == [], (found.violations, found.logs)
+    """On every system call, and on the finaliser's thread too."""
+    known, fresh = pool.known["sync"], pool.known["background"]
+    strikes = {op: Strike(0, "error", of(known, 0, op), "EIO") for op in
+               ("fsync", "close", "fsync_file", "fsync_dir", "append", "mkdir", "rename", "exchange", "unlink", "rmdir")
+               if any(op == done for done, _ in known.order[0])}
+    strikes |= {op: Strike(1, "error", of(known, 1, op, after=PROBED), "ENOSPC") for op in ("open", "write")}
+    items = [Item("sync", strike, traced=True) for strike in strikes.values()]
+    items += [Item("sync", Strike(0, "kill", of(known, 0, "open", "commit.json")), traced=True),
+              Item("background", Strike(1, "error", of(fresh, 1, "write", after=PROBED), "EIO"), traced=True)]
+    for item, found in zip(items, judged(pool, *items), strict=True):
+        assert found.jobs >= 4 and found.fired and found.checked, str(item)
+        assert found.violations == [], (str(item), found.violations, found.logs)
+
+
+@pytest.mark.skipif(traced.missing() is not None, reason=str(traced.missing()))
+def test_a_seam_that_is_not_what_the_kernel_sees_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seam says what the verdict is that strace's does not agree with."""
+    told = {False: ("aborted", True), True: ("committed", True)}
+    monkeypatch.setattr(traced, "judge", lambda item, known, folder, outside=None: Judged(
+        fired=True, checked=True, verdicts=told[outside is not None]))
+    found = traced.judge_traced(LAST_WRITE, KNOWN, "/nowhere")
+    assert len(found.violations) == 1 and found.violations[0].startswith("the seam and strace disagree")
 
 
 def test_a_seed_means_the_same_everywhere_and_the_first_ones_meet_every_kind() -> None:
@@ -108,7 +126,7 @@ def test_one_program_meets_everything_at_every_operation_of_both_ranks() -> None
 def test_the_layer_makes_the_runs_that_it_is_asked_for(pool: Pool, tmp_path: Path) -> None:
     result = l2.run(Budget(50.0, seed=3), runs=2, own=pool, walked=tmp_path / "walked")
     assert result.runs == result.states >= 1 and result.violations == [] and result.hangs == 0
-    assert f"{result.runs} faults fired in all; walked " in result.covers and " left)" in result.covers
+    assert f"{result.runs} faults fired in all, " in result.covers and " left)" in result.covers
 
 
 class Played:

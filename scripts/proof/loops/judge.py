@@ -41,6 +41,8 @@ LIMIT = 25.0
 NOTICED = 1.0
 """Seconds in which a death, or the passing of a deadline, is to be noticed."""
 
+TRACED = ", once more by strace"
+
 _ATTEMPT = re.compile(r"/\.distckpt/staging/\d+/[0-9a-f]{16}(/|$)")
 _CHECKPOINT = re.compile(r"step-\d+")
 
@@ -55,7 +57,7 @@ class Item:
     traced: bool = False
 
     def __str__(self) -> str:
-        twice = ", once more by strace" if self.traced else ""
+        twice = TRACED if self.traced else ""
         return f"{self.program}: {self.strike}{twice}" + (f" [mutant: {self.mutant}]" if self.mutant else "")
 
 
@@ -87,17 +89,14 @@ class Judged:
 @dataclass(frozen=True)
 class Known:
     """What a program is known to do when nothing goes wrong. ``contents``: value to content; ``reach``: per rank, how often
-    each operation happens; ``order``: per rank, the operations that write: what, the name of the file, and whether
-    the main thread did it."""
+    each operation happens; ``order``: per rank, the operations that write: what, and the name of the file."""
 
     contents: dict[int, str]
     reach: list[dict[str, int]]
-    order: list[list[tuple[str, str, bool]]]
+    order: list[list[tuple[str, str]]]
     template: str | None
 
     def count(self, strike: Strike) -> int:
-        if strike.call:
-            return sum(main and op in strike.counts for op, _, main in self.order[strike.rank])
         return sum(self.reach[strike.rank].get(op, 0) for op in strike.counts)
 
 
@@ -125,9 +124,9 @@ def learn(name: str, folder: str) -> Known:
 
 
 class Outside(Protocol):
-    """Who strikes a rank from outside, where the seam is not trusted."""
+    """Who strikes a rank from outside, where the seam is not trusted: it only stops the rank right before the operation."""
 
-    def attach(self, pid: int) -> None: ...
+    def attach(self, thread: int, op: str, path: str) -> None: ...
     def struck(self) -> bool: ...
 
 
@@ -139,23 +138,18 @@ def judge(item: Item, known: Known, folder: str, outside: Outside | None = None)
     if known.template:
         shutil.copytree(known.template, root)
     stops = strike.kind == "stop"
-    gate, opener = os.pipe()
-    ranks = start(WORLD, play, root, item.program, None if outside else strike, HASTY if stops else PATIENT, item.mutant, False,
-                  gate, limit=LIMIT)
+    ranks = start(WORLD, play, root, item.program, strike, HASTY if stops else PATIENT, item.mutant, False, outside is not None,
+                  limit=LIMIT)
     try:
-        if outside is not None:
-            outside.attach(ranks[strike.rank].pid)
-        os.write(opener, b"go"[:WORLD])
+        stopped = _attached(outside, ranks[strike.rank], root, strike) if outside is not None else None
         told: list[str] = []
         ends = _wait(ranks, strike, root, told, item, judged) if stops else _ends(ranks)
         diaries = [read_diary(root, rank) for rank in range(WORLD)]
-        if outside is not None and outside.struck():
-            diaries[strike.rank].append({"what": "struck", "op": "", "path": "", "other": "", "at": float("inf")})
+        if outside is not None and stopped is not None and outside.struck():
+            diaries[strike.rank].append({**stopped, "what": "struck"})
         _look(program, item, known, root, ends, diaries, LAST if judged.jobs > 1 else NEXT, judged)
         judged.violations += told
     finally:
-        os.close(gate)
-        os.close(opener)
         for rank in ranks:
             rank.end(0.0)
         shutil.rmtree(root, ignore_errors=True)
@@ -187,6 +181,23 @@ def _forget(root: str) -> None:
             os.unlink(path)
 
 
+def _stopped(rank: Forked, deadline: float) -> bool:
+    """Whether it stands, and has not ended."""
+    while not (rank.stopped or rank.ended_by(time.monotonic() + 0.02)) and time.monotonic() < deadline:
+        pass
+    return rank.stopped
+
+
+def _attached(outside: Outside, rank: Forked, root: str, strike: Strike) -> dict[str, Any] | None:
+    """What the rank was about to do when it stopped, as its diary says; it goes on with ``outside`` at that thread."""
+    if not _stopped(rank, time.monotonic() + LIMIT):
+        return None
+    line = next(line for line in read_diary(root, strike.rank) if line["what"] == "stopped")
+    outside.attach(line["thread"], line["op"], line["path"])
+    rank.signal(signal.SIGCONT)
+    return line
+
+
 def _wait(ranks: list[Forked], strike: Strike, root: str, told: list[str], item: Item, judged: Judged) -> list[Ended]:
     """The ranks of a run in which one stops. When the others have given up, the job is started anew, as a scheduler would;
     only then does the late one go on, and it must not change a byte of what stands (S5). A late rank 0 keeps the others
@@ -195,10 +206,7 @@ def _wait(ranks: list[Forked], strike: Strike, root: str, told: list[str], item:
     others = [rank for rank in ranks if rank is not victim]
     deadline = time.monotonic() + LIMIT
     ends: dict[int, Ended] = {id(rank): rank.end(deadline) for rank in others}
-    while not (victim.stopped or victim.ended_by(time.monotonic() + 0.02)):
-        if time.monotonic() > deadline:
-            break
-    if victim.stopped:
+    if _stopped(victim, deadline):
         if strike.rank != 0:
             judged.jobs += 1
             again_ends = _run(again, root, item.program, NEXT)

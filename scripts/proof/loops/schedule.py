@@ -19,7 +19,6 @@ _ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False
                    ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
 _SAMPLE = 8
 _MOST = 640
-_TRACED = 64
 _FIRST = 128
 
 
@@ -42,23 +41,18 @@ def runs(programs: list[str]) -> list[Item]:
 
 
 def fitted(item: Item, seed: int, known: Known) -> Item | None:
-    """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken, and
-    of those that strace strikes, one that it can count."""
+    """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken."""
     count, strike = known.count(item.strike), item.strike
-    if item.traced:
-        fit = traced.countable(known.order[strike.rank])
-        if not fit or traced.missing() is not None:
-            return None
-        call, n = fit[(strike.n - 1) * len(fit) // _TRACED]
-        return replace(item, strike=replace(strike, call=call, n=n))
-    if strike.n <= count + MARGIN:
+    if strike.n <= count + (0 if item.traced else MARGIN):
         return item
     return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None
 
 
 def fitting(items: list[Item], known: dict[str, Known]) -> dict[int, Item]:
     """By number, the runs that there are here, each once."""
-    found = {seed: fit for seed, item in enumerate(items) if (fit := fitted(item, seed, known[item.program])) is not None}
+    blind = traced.missing() is not None
+    found = {seed: fit for seed, item in enumerate(items) if not (item.traced and blind)
+             and (fit := fitted(item, seed, known[item.program])) is not None}
     return {seed: item for item, seed in {item: seed for seed, item in reversed(found.items())}.items()}
 
 
@@ -76,9 +70,10 @@ def _of(name: str) -> Iterator[Item]:
             for n in range(1, _MOST + 1):
                 if n % step == phase % step:
                     yield Item(name, Strike(rank, kind, n, number, forever))
-        for kind, number in traced.KINDS if name in traced.PROGRAMS else ():
-            for n in range(1, _TRACED + 1):
-                yield Item(name, Strike(rank, kind, n, number), traced=True)
+        for index, (kind, number) in enumerate(traced.KINDS if name in traced.PROGRAMS else ()):
+            for n in range(1, _MOST + 1):
+                if n % traced.PROGRAMS[name] == index % traced.PROGRAMS[name]:
+                    yield Item(name, Strike(rank, kind, n, number), traced=True)
 
 
 def _kind(item: Item) -> tuple[str, str, bool, bool]:
