@@ -91,6 +91,7 @@ def test_strace_and_the_seam_agree(pool: Pool) -> None:
     strikes = {op: Strike(0, "error", of(known, 0, op), "EIO") for op in
                ("fsync", "close", "fsync_file", "fsync_dir", "append", "mkdir", "rename", "exchange", "unlink", "rmdir")
                if any(op == done for done, _ in known.order[0])}
+    strikes["unlinkat"] = Strike(0, "error", of(known, 0, "rmdir", "probe-"), "EIO")
     strikes |= {op: Strike(1, "error", of(known, 1, op, after=PROBED), "ENOSPC") for op in ("open", "write")}
     items = [Item("sync", strike, traced=True) for strike in strikes.values()]
     items += [Item("sync", Strike(0, "kill", of(known, 0, "open", "commit.json")), traced=True),

@@ -126,7 +126,7 @@ def learn(name: str, folder: str) -> Known:
 class Outside(Protocol):
     """Who strikes a rank from outside, where the seam is not trusted: it only stops the rank right before the operation."""
 
-    def attach(self, thread: int, op: str, path: str) -> None: ...
+    def attach(self, thread: int, op: str, path: str, held: bool) -> None: ...
     def struck(self) -> bool: ...
 
 
@@ -193,7 +193,7 @@ def _attached(outside: Outside, rank: Forked, root: str, strike: Strike) -> dict
     if not _stopped(rank, time.monotonic() + LIMIT):
         return None
     line = next(line for line in read_diary(root, strike.rank) if line["what"] == "stopped")
-    outside.attach(line["thread"], line["op"], line["path"])
+    outside.attach(line["thread"], line["op"], line["path"], line["held"])
     rank.signal(signal.SIGCONT)
     return line
 

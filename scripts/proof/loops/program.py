@@ -111,7 +111,8 @@ class Diary:
         self._write(self._fd, line.encode())
 
     def stopped(self, operation: Operation) -> None:
-        self.note("stopped", op=operation.op, path=operation.path, other=operation.other, thread=operation.thread)
+        self.note("stopped", op=operation.op, path=operation.path, other=operation.other, thread=operation.thread,
+                  held=operation.held)
 
     def struck(self, operation: Operation) -> None:
         self.note("struck", op=operation.op, path=operation.path, other=operation.other)

@@ -35,10 +35,9 @@ def missing() -> str | None:
     return None if shutil.which("strace") else "no strace"
 
 
-def call_of(op: str, path: str) -> str:
-    """The system call that ``op`` makes. What is in trash, or of a trial of the storage, is removed below a descriptor."""
-    below = op in ("unlink", "rmdir") and ("/trash/" in path or "/probe-" in path)
-    return "unlinkat" if below else _CALLS[op]
+def call_of(op: str, held: bool) -> str:
+    """The system call that ``op`` makes."""
+    return "unlinkat" if held else _CALLS[op]
 
 
 class _Strace:
@@ -48,9 +47,9 @@ class _Strace:
         self._what = "signal=KILL" if self._kills else f"error={item.strike.number}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def attach(self, thread: int, op: str, path: str) -> None:
+    def attach(self, thread: int, op: str, path: str, held: bool) -> None:
         """To the thread that is stopped before ``op``."""
-        call, self._name = call_of(op, path), os.path.basename(path)
+        call, self._name = call_of(op, held), os.path.basename(path)
         self._process = subprocess.Popen(
             ["strace", "-y", "-o", str(self._log), "-e", f"trace={call}", "-e", f"inject={call}:{self._what}:when=1",
              "-p", str(thread)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
