@@ -22,7 +22,7 @@ from distckpt.testing.checker import Save
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.scheduler import Policy, Process, Scheduler
 from distckpt.testing.simruntime import SimClient, SimRuntime, SimStore, WatchedGate
-from distckpt.testing.told import Book, Told
+from distckpt.testing.told import Book, Contents, Told, contents_of_state
 
 ROOT = "/disk/run"
 KINDS = ("kill", "stop", "slow", "fail", "lost", "power", "node")
@@ -73,7 +73,7 @@ class Ended:
     """How a job ended. By rank: ``values`` and ``errors`` of the programs, ``operations`` that others could see, ``managers``,
     ``told``: when it first raised after a fault, or ended. ``struck``: when each fault fired, by its place among them; ``fired``:
     whether every one did. ``said``: what ranks were told; ``injected``: words that must be among it. ``seconds`` passed on its
-    own clock. ``keys``: what is left in the store."""
+    own clock. ``keys``: what is left in the store. ``pinned``: steps."""
 
     violations: list[str] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
@@ -90,6 +90,7 @@ class Ended:
     stacks: str = ""
     seconds: float = 0.0
     keys: int = 0
+    pinned: set[int] = field(default_factory=set)
     trace: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     injected: list[tuple[str, ...]] = field(default_factory=list)
@@ -107,6 +108,7 @@ class Job:
         self.disks = list(disks)
         self.file_faults: Mapping[int, Sequence[faults.Fault]] = options.pop("file_faults", {})
         self.view: Callable[[Files, int, SimRuntime], Files] | None = options.pop("files", None)
+        self.contents: Contents = options.pop("contents", contents_of_state)
         self.options = options
         self.scheduler = Scheduler(policy, horizon, limit, traced)
         self.living: set[Identity] = set()
@@ -161,6 +163,7 @@ class Job:
         ended.struck, ended.fired, ended.told = self._struck, len(self._struck) == len(self.strikes), self._told
         ended.said = [text for book in self.books for manager in book.managers for text in manager.said]
         ended.said += [str(error) for error in ended.errors.values()]
+        ended.pinned = set[int]().union(*(book.pinned for book in self.books))
         ended.disturbed = [what for book in self.books for what in book.disturbed]
         ended.injected = [(os.strerror(getattr(errno, s.value or "EIO")),) for s in self.strikes
                           if s.kind == "fail" or (s.kind == "lost" and len(self.strikes) > 1)]
@@ -173,7 +176,7 @@ class Job:
         return [save for _, _, save in sorted(told, key=lambda entry: entry[:2])]
 
     def book(self) -> Book:
-        return Book(lambda: self.scheduler.steps)
+        return Book(lambda: self.scheduler.steps, self.contents)
 
     def _rank(self, program: Program, rank: int, seams: Seams) -> Callable[[], Any]:
         def main() -> Any:

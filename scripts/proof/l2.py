@@ -112,11 +112,11 @@ class _Tally:
         loops = ", ".join(f"{walked[name]:,} of {count:,} of {name} ({count - walked[name]:,} left)"
                           for name, count in fitted.items())
         why = traced.missing()
-        outside = f"{sum(fired for run, fired in self.walked.items() if run.endswith(TRACED)):,} of them by strace as well" + (
-            f" ({why} here)" if why else "")
-        return (f"{sum(self.walked.values()):,} faults fired in all, {outside}; walked {loops}; now {self.result.states:,} faults, "
-                f"{self.result.distinct} kinds, {self.jobs:,} jobs; slowest notice {self._slowest['death']:.2f} s of a death, "
-                f"{self._slowest['stop']:.2f} s of a stop beyond its deadline")
+        twice = sum(fired for run, fired in self.walked.items() if run.endswith(TRACED))
+        outside = f"{twice:,} of them by strace as well" + (f" ({why} here)" if why else "")
+        return (f"{sum(self.walked.values()):,} faults fired in all, {outside}; walked {loops}; "
+                f"now {self.result.states:,} faults, {self.result.distinct} kinds, {self.jobs:,} jobs; slowest notice "
+                f"{self._slowest['death']:.2f} s of a death, {self._slowest['stop']:.2f} s of a stop beyond its deadline")
 
 
 def _read(path: Path, tested: str) -> dict[str, bool]:
