@@ -73,8 +73,8 @@ def _until_quiet(tally: Tally, case: Case, number: int, strikes: Iterator[Strike
 
 
 def _pairs(scenario: str, first: tuple[str, int, str], second: tuple[str, int, str]) -> Family:
-    """Of ``scenario`` on 2 ranks: the first at every operation, and the second at every one that follows. Two disk errors of different
-    ranks have no order in which they are counted: there the second is at every operation."""
+    """Of ``scenario`` on 2 ranks: the first at every operation, and the second at every one that follows. Two disk errors of
+    different ranks have no order in which they are counted: there the second is at every operation."""
     (kind, rank, value), (later, on, reason) = first, second
 
     def after(at: int, moment: Moment) -> int:
@@ -107,7 +107,8 @@ _NEVER = {(rank, rank) for rank in (0, 1)}
 FAMILIES: list[Family] = [
     *(_delays(scenario, world) for scenario, world in
       (("two", 2), ("two", 3), ("sync", 2), ("background", 2), ("background", 3))),
-    *(_singles(scenario, world) for scenario, world in (("sync", 2), ("background", 2), ("replacing", 2), ("two", 3), ("keeping", 2))),
+    *(_singles(scenario, world) for scenario, world in
+      (("sync", 2), ("background", 2), ("replacing", 2), ("two", 3), ("keeping", 2))),
     *(_pairs(scenario, first, second) for scenario, first, second in itertools.product(("one", "two"), _FIRSTS, _SECONDS)
       if not (first[0] == "kill" and second[0] != "power" and (first[1], second[1]) in _NEVER)
       and not (first[0] == "fail" and second[0] == "fail" and first[1] > second[1])),
