@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,19 +11,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from distckpt import background, owned
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.store import Client
 from distckpt.durable import Files
 from distckpt.options import Seams
+from distckpt.payloads import torchfile
 from distckpt.reader import Root
 from distckpt.runtime import Identity
+from distckpt.saving.piecewriter import PieceWriter
 from distckpt.testing import faults
 from distckpt.testing.checker import Save
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.scheduler import Policy, Process, Scheduler
 from distckpt.testing.simruntime import SimClient, SimRuntime, SimStore, WatchedGate
-from distckpt.testing.told import Book, Contents, Told, contents_of_state
+from distckpt.testing.told import Book, Contents, Told, contents_written
 
 ROOT = "/disk/run"
 KINDS = ("kill", "stop", "slow", "fail", "lost", "power", "node")
@@ -108,7 +113,7 @@ class Job:
         self.disks = list(disks)
         self.file_faults: Mapping[int, Sequence[faults.Fault]] = options.pop("file_faults", {})
         self.view: Callable[[Files, int, SimRuntime], Files] | None = options.pop("files", None)
-        self.contents: Contents = options.pop("contents", contents_of_state)
+        self.contents: Contents = options.pop("contents", contents_written)
         self.options = options
         self.scheduler = Scheduler(policy, horizon, limit, traced)
         self.living: set[Identity] = set()
@@ -282,12 +287,21 @@ class _Server:
 
 @contextmanager
 def watched_gates() -> Iterator[None]:
-    before = background.Gate  # type: ignore[attr-defined]
+    before, write = background.Gate, torchfile.write  # type: ignore[attr-defined]
     background.Gate = WatchedGate  # type: ignore[attr-defined]
+    torchfile.write = _at_once
     try:
         yield
     finally:
-        background.Gate = before  # type: ignore[attr-defined]
+        background.Gate, torchfile.write = before, write  # type: ignore[attr-defined]
+
+
+def _at_once(value: Any, out: PieceWriter) -> None:
+    """``torchfile.write`` in two: torch's zip writer holds a lock while it writes, and no other rank may have its turn then."""
+    data = io.BytesIO()
+    with torchfile.without_crc(out.digest is not None):
+        torch.save(value, data)
+    out.write(data.getvalue())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from distckpt.testing.checker import ABORTED, COMMITTED, Found, Save, Story
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.scheduler import Policy, Priorities, Walk
 from distckpt.testing.simjob import ROOT, Beside, Ended, Job, Program, Strike
-from distckpt.testing.told import Contents, State, Told, contents_of_state
+from distckpt.testing.told import Contents, State, Told, contents_written
 
 __all__ = ["QUICK", "ROOT", "Beside", "Program", "Run", "Simulation", "State", "Strike", "Told", "content_at", "tree_of"]
 
@@ -43,14 +43,15 @@ class Run(Ended):
 
 class Simulation:
     """``policy`` makes the schedule of a job (None: one of several kinds, drawn with ``seed``). ``options`` go to the managers.
-    ``keeps``: ``keep_last`` of further series. ``contents``: what a rank writes of a payload that is no ``State``.
+    ``keeps``: ``keep_last`` of further series. ``contents``: what a rank writes of a payload; without, what
+    the payload writes when it is alone.
     ``cuts``: how many of the disks that a power cut may leave are restarted from. ``apart``: every rank has a host of its own,
     so that no kernel can tell another rank which process has ended. ``horizon`` (seconds of its clock) and ``limit``
     (operations): whoever still runs then hangs."""
 
     def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
                  policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2,
-                 keeps: Mapping[str, int | None] | None = None, contents: Contents = contents_of_state,
+                 keeps: Mapping[str, int | None] | None = None, contents: Contents = contents_written,
                  horizon: float = 900.0, limit: int = 400_000, traced: bool = False, apart: bool = False,
                  disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
         self.world, self.seed, self.keep, self.cuts, self.apart = world, seed, keep, cuts, apart

@@ -16,6 +16,9 @@ from distckpt.saving.piecewriter import PieceWriter
 from distckpt.steps import Todo
 from distckpt.testing import checker
 from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN, Save
+from distckpt.testing.crashfs import CrashFiles
+
+_ALONE = "/alone"
 
 
 class State:
@@ -159,11 +162,20 @@ def contents_of_state(payload: State, rank: int, world: int) -> dict[str, bytes]
     return {payload.path(rank, world): bytes(payload.data)}
 
 
+def contents_written(payload: Any, rank: int, world: int) -> dict[str, bytes]:
+    """What ``payload`` itself writes where nobody is beside it and nothing goes wrong: of one that runs no collectives."""
+    disk = CrashFiles(_ALONE)
+    payload.write(RankFiles(disk, _ALONE, rank, world, algorithm="xxh3-128", aborted=lambda: False),
+                  Ranks(rank, world, lambda: None))
+    return {path[len(_ALONE) + 1:]: data for path, data in disk.snapshot().items()
+            if data is not None and path.startswith(f"{_ALONE}/")}
+
+
 class Book:
     """The saves of one job, in the order of their calls. ``moment`` says when each was begun, among those of other jobs.
     ``pinned``: steps that rotation may not take any more."""
 
-    def __init__(self, moment: Callable[[], int], contents: Contents = contents_of_state) -> None:
+    def __init__(self, moment: Callable[[], int], contents: Contents = contents_written) -> None:
         self.moment, self._contents = moment, contents
         self.begun: list[int] = []
         self.saves: list[tuple[int, str, dict[str, bytes]]] = []
