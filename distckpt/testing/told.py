@@ -9,7 +9,7 @@ from typing import Any
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import CoordinatorLost, DistckptError, RankTimeout, SaveError
 from distckpt.manager import CheckpointManager
-from distckpt.payloads.base import Ranks
+from distckpt.payloads.base import Ranks, as_payload
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
 from distckpt.saving.piecewriter import PieceWriter
@@ -165,7 +165,7 @@ def contents_of_state(payload: State, rank: int, world: int) -> dict[str, bytes]
 def contents_written(payload: Any, rank: int, world: int) -> dict[str, bytes]:
     """What ``payload`` itself writes where nobody is beside it and nothing goes wrong: of one that runs no collectives."""
     disk = CrashFiles(_ALONE)
-    payload.write(RankFiles(disk, _ALONE, rank, world, algorithm="xxh3-128", aborted=lambda: False),
+    as_payload(payload).write(RankFiles(disk, _ALONE, rank, world, algorithm="xxh3-128", aborted=lambda: False),
                   Ranks(rank, world, lambda: None))
     return {path[len(_ALONE) + 1:]: data for path, data in disk.snapshot().items()
             if data is not None and path.startswith(f"{_ALONE}/")}

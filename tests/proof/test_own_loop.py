@@ -54,6 +54,7 @@ def _loop(manager: Any, rank: int) -> None:
     for step in (1, 2):
         weights["w"] += 1 + rank
         manager.save(step, distckpt.Shards(weights))
+    manager.save(3, {"net": distckpt.Shards(weights), "loop": distckpt.Shards({"step": 3})})
 
 
 def _others(payload: Any, rank: int, world: int) -> dict[str, bytes]:
