@@ -48,6 +48,17 @@ def kind_of(mode: int) -> str:
     return "link" if _stat.S_ISLNK(mode) else "other"
 
 
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """The kernel's complaint about a descriptor says nothing of the file, and one below a directory only its last name: whoever
+    reads it must know which (I9)."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
 class _How(ctypes.Structure):
     _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
 
@@ -173,7 +184,8 @@ class OpenFolder:
         os.close(self._fd)
 
     def scan(self) -> list[Item]:
-        return scan(self._fd)
+        with named(self.path):
+            return scan(self._fd)
 
     def folder(self, name: str) -> OpenFolder:
         """The directory ``name`` in this one. ELOOP or ENOTDIR when it is none, EXDEV when something is mounted there."""
@@ -184,10 +196,12 @@ class OpenFolder:
             raise OSError(error.errno, error.strerror, path) from None
 
     def unlink(self, name: str) -> None:
-        os.unlink(name, dir_fd=self._fd)
+        with named(os.path.join(self.path, name)):
+            os.unlink(name, dir_fd=self._fd)
 
     def rmdir(self, name: str) -> None:
-        os.rmdir(name, dir_fd=self._fd)
+        with named(os.path.join(self.path, name)):
+            os.rmdir(name, dir_fd=self._fd)
 
 
 def open_folder(top: str, below: str) -> OpenFolder:

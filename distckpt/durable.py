@@ -16,12 +16,12 @@ import os
 import re
 import stat as _stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from distckpt import beneath
-from distckpt.beneath import CLOEXEC, DIRECTORY, LOOKING, NOFOLLOW, READING, kind_of, load_libc
+from distckpt.beneath import CLOEXEC, DIRECTORY, LOOKING, NOFOLLOW, READING, kind_of, load_libc, named
 from distckpt.beneath import Item as Item
 
 T = TypeVar("T")
@@ -107,7 +107,8 @@ class _File:
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            done += os.write(self._fd, view[done:])
+            with named(self._path):
+                done += os.write(self._fd, view[done:])
         return done
 
     def start_writeback(self, offset: int, length: int) -> None:
@@ -124,11 +125,24 @@ class _File:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def fsync(self) -> None:
-        os.fsync(self._fd)
+        with named(self._path):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            with named(self._path):
+                os.close(fd)
+
+
+@contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    """A descriptor for one call, closed in any case."""
+    fd = os.open(path, flags, 0o666)
+    with named(path):
+        try:
+            yield fd
+        finally:
             os.close(fd)
 
 
@@ -217,8 +231,7 @@ class Files:
         return _by_name(lambda: self._read(path, limit))
 
     def _read(self, path: str, limit: int) -> bytes:
-        fd = os.open(path, READING)
-        try:
+        with _opened(path, READING) as fd:
             _require_regular(fd, path)
             parts = []
             while limit > 0:
@@ -228,8 +241,6 @@ class Files:
                 parts.append(part)
                 limit -= len(part)
             return b"".join(parts)
-        finally:
-            os.close(fd)
 
     def pieces(self, path: str) -> Iterator[memoryview]:
         """The bytes of a regular file, front to back, in pieces that are valid until the next one is asked for."""
@@ -243,6 +254,7 @@ class Files:
         except OSError as error:
             if error.errno == errno.ESTALE:
                 os.stat(path, follow_symlinks=False)  # removed by another NFS client: FileNotFoundError says so
+            error.filename = path
             raise
         finally:
             os.close(fd)
@@ -300,27 +312,18 @@ class Files:
 
     def overwrite(self, path: str, data: bytes) -> None:
         """Replace the bytes of a small status file in place: for counters that promise nothing after a crash."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | NOFOLLOW | CLOEXEC | _NONBLOCK, 0o666)
-        try:
+        with _opened(path, os.O_WRONLY | os.O_CREAT | NOFOLLOW | CLOEXEC | _NONBLOCK) as fd:
             os.pwrite(fd, data, 0)
-        finally:
-            os.close(fd)
 
     def append(self, path: str, data: bytes) -> None:
         """Add one record to a log that promises nothing after a crash."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW | CLOEXEC | _NONBLOCK, 0o666)
-        try:
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW | CLOEXEC | _NONBLOCK) as fd:
             os.write(fd, data)
-        finally:
-            os.close(fd)
 
     def fsync(self, path: str) -> None:
         """Make the bytes of a file durable that somebody else wrote."""
-        fd = os.open(path, READING)
-        try:
+        with _opened(path, READING) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def start_writeback(self, path: str) -> None:
         """Ask the kernel to begin writing a file that somebody else wrote; a hint that promises nothing and never fails."""
@@ -335,11 +338,8 @@ class Files:
 
     def fsync_dir(self, path: str) -> None:
         """Make the entries of a directory durable."""
-        fd = os.open(path, os.O_RDONLY | DIRECTORY | CLOEXEC)
-        try:
+        with _opened(path, os.O_RDONLY | DIRECTORY | CLOEXEC) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
         """Atomic. A directory never replaces a non-empty one (ENOTEMPTY; XFS says EEXIST): S13."""

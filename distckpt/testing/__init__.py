@@ -6,5 +6,5 @@ did, under strace, on such a file system.
 
 ``simulation.Simulation`` puts them together: all ranks of a job in one process, every schedule from a seed, processes that are
 killed, stopped and slowed, power cuts, a restart, and a judgement (``checker``). It needs torch and the greenlet package;
-``explore`` walks every schedule within a bound.
+``explore`` walks every schedule within a bound. README, "Your own loop under it", has both ways in use.
 """

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
+MAIN = "main"
 COMMITTED, ABORTED, UNKNOWN, SKIPPED = "committed", "aborted", "unknown", "skipped"
 
 Tree = Mapping[str, bytes]
@@ -23,11 +24,12 @@ Tree = Mapping[str, bytes]
 @dataclass
 class Save:
     """One save that was begun. ``content``: what ``content_of`` gives for its files. ``told``: rank to verdict, as far as
-    ranks heard one."""
+    ranks heard one. ``series``: its line of checkpoints, which has limits of its own."""
 
     step: int
     content: str
     told: dict[int, str] = field(default_factory=dict)
+    series: str = MAIN
 
     @property
     def committed(self) -> bool:
@@ -42,11 +44,12 @@ class Save:
 @dataclass
 class Story:
     """Saves in the order in which they were begun, up to the moment of the crash. ``keep``: None for no rotation;
-    ``protected``: steps that rotation may not take (pinned, leased, best)."""
+    ``protected``: steps that rotation may not take (pinned, leased, best); both of the main series. ``keeps``: of others."""
 
     saves: list[Save] = field(default_factory=list)
     keep: int | None = None
     protected: frozenset[int] = frozenset()
+    keeps: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,26 +72,15 @@ class Found:
 def check(story: Story, found: Found) -> list[str]:
     """What was violated, one line each; empty when all is well."""
     there = standing(found.root)
-    line = _line(story, there)
     wrong: list[str] = []
+    series_of = {name: _series(found.root, name) for name in there}
+    for series in dict.fromkeys([MAIN, *(save.series for save in story.saves), *series_of.values()]):
+        keep, protected = (story.keep, story.protected) if series == MAIN else (story.keeps.get(series), frozenset[int]())
+        saves = [save for save in story.saves if save.series == series]
+        wrong += _stand(saves, {name: there[name] for name in there if series_of[name] == series}, keep, protected)
 
-    for name, (step, content) in there.items():
-        if content not in {save.content for save in story.saves if save.step == step}:
-            wrong.append(f"I1: {name} stands and holds what no save of step {step} wrote")
-        elif all(ABORTED in save.told.values() for save in story.saves if (save.step, save.content) == (step, content)):
-            wrong.append(f"I4: {name} stands though every save of it was reported as aborted")
-
-    steps = [step for step, _ in there.values()]
-    for save in line[-1:]:
-        if save.committed and save.step not in steps:
-            wrong.append(f"I2: step {save.step}, the newest that was told to be committed, is gone")
-    for step in sorted({step for step in steps if steps.count(step) > 1}):
-        wrong.append(f"I12: step {step} stands under two names")
-    for save in line:
-        kept = story.keep is None or save in line[-story.keep:] or save.step in story.protected
-        if kept and there.get(_name_of(there, save.step), (None, None))[1] != save.content:
-            wrong.append(f"I5: step {save.step} must stand, with the content of its last committed save")
-
+    line = _line([save for save in story.saves if save.series == MAIN],
+                 {name: there[name] for name in there if series_of[name] == MAIN})
     newest = (line[-1].step, line[-1].content) if line else None
     for rank, answer in found.resumed.items():
         if isinstance(answer, str):
@@ -112,11 +104,34 @@ def check(story: Story, found: Found) -> list[str]:
     return wrong
 
 
-def _line(story: Story, there: Mapping[str, tuple[int, str]]) -> list[Save]:
+def _stand(saves: Sequence[Save], there: Mapping[str, tuple[int, str]], keep: int | None, protected: frozenset[int]) -> list[str]:
+    """What is wrong with what stands of one series."""
+    line = _line(saves, there)
+    wrong: list[str] = []
+    for name, (step, content) in there.items():
+        if content not in {save.content for save in saves if save.step == step}:
+            wrong.append(f"I1: {name} stands and holds what no save of step {step} wrote")
+        elif all(ABORTED in save.told.values() for save in saves if (save.step, save.content) == (step, content)):
+            wrong.append(f"I4: {name} stands though every save of it was reported as aborted")
+
+    steps = [step for step, _ in there.values()]
+    for save in line[-1:]:
+        if save.committed and save.step not in steps:
+            wrong.append(f"I2: step {save.step}, the newest that was told to be committed, is gone")
+    for step in sorted({step for step in steps if steps.count(step) > 1}):
+        wrong.append(f"I12: step {step} stands under two names")
+    for save in line:
+        kept = keep is None or save in line[-keep:] or save.step in protected
+        if kept and there.get(_name_of(there, save.step), (None, None))[1] != save.content:
+            wrong.append(f"I5: step {save.step} must stand, with the content of its last committed save")
+    return wrong
+
+
+def _line(saves: Sequence[Save], there: Mapping[str, tuple[int, str]]) -> list[Save]:
     """The checkpoints there are, oldest first: the last committed save of each step, or an open one that came after it and
     turned out to have been published."""
     line: dict[int, Save] = {}
-    for save in story.saves:
+    for save in saves:
         stands = (save.step, save.content) in there.values()
         if save.committed or (save.open and stands):
             line.pop(save.step, None)
@@ -168,6 +183,10 @@ def _whole(root: Tree, name: str) -> int | None:
         if digest is not None and digest != f"xxh3-128:{xxhash.xxh3_128(data).hexdigest()}":
             return None
     return int(marker["head"]["step"])
+
+
+def _series(root: Tree, name: str) -> str:
+    return str(json.loads(root[f"{name}/commit.json"])["head"].get("series", MAIN))
 
 
 def content_of(files: Tree) -> str:

@@ -220,3 +220,15 @@ class Disk:
         with self._lock:
             visit(ROOT, "")
         return found
+
+    def put(self, top: str, folder: str) -> None:
+        """What stands under ``top`` here, as real files in the directory ``folder``, which is made: for readers of real files."""
+        os.makedirs(folder)
+        for path, data in sorted(self.snapshot().items()):
+            if not path.startswith(f"{top}/"):
+                continue
+            if data is None:
+                os.mkdir(folder + path[len(top):])
+            else:
+                with open(folder + path[len(top):], "xb") as out:
+                    out.write(data)

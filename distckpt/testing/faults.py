@@ -35,13 +35,14 @@ class Killed(BaseException):
 @dataclass(frozen=True)
 class Operation:
     """One counted operation. ``other`` is the second name of a rename, an exchange or a link; ``thread`` the native id of
-    who did it."""
+    who did it. ``held``: below a directory that is held open, so that the kernel is asked otherwise."""
 
     n: int
     op: str
     path: str
     other: str = ""
     thread: int = field(default=0, compare=False)
+    held: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.n}: {self.op} {self.path}" + (f" -> {self.other}" if self.other else "")
@@ -185,10 +186,10 @@ class _Folder:
         return self._files._do("stat", self._at(name), "", lambda: _Folder(self._files, self._inner.folder(name)), self)
 
     def unlink(self, name: str) -> None:
-        self._files._do("unlink", self._at(name), "", lambda: self._inner.unlink(name), None)
+        self._files._do("unlink", self._at(name), "", lambda: self._inner.unlink(name), None, held=True)
 
     def rmdir(self, name: str) -> None:
-        self._files._do("rmdir", self._at(name), "", lambda: self._inner.rmdir(name), None)
+        self._files._do("rmdir", self._at(name), "", lambda: self._inner.rmdir(name), None, held=True)
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,13 @@ class FaultyFiles(Files):
         """The logged operations ``op`` whose path, or other path, holds ``part``."""
         return [o for o in self.log if o.op == op and (part in o.path or part in o.other)]
 
-    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None) -> T:
+    def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None, *,
+            held: bool = False) -> T:
         log = self.reads if op in READS else self.log
         with self._lock:
             if self.dead:
                 raise Killed(f"{op} {path}")
-            operation = Operation(len(log) + 1, op, path, other, threading.get_native_id())
+            operation = Operation(len(log) + 1, op, path, other, threading.get_native_id(), held)
             log.append(operation)
             due = [fault for fault in self.faults if fault.claims(operation)]
         for fault in due:

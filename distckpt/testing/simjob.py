@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,19 +11,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from distckpt import background, owned
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.store import Client
 from distckpt.durable import Files
 from distckpt.options import Seams
+from distckpt.payloads import torchfile
 from distckpt.reader import Root
 from distckpt.runtime import Identity
+from distckpt.saving.piecewriter import PieceWriter
 from distckpt.testing import faults
 from distckpt.testing.checker import Save
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.scheduler import Policy, Process, Scheduler
 from distckpt.testing.simruntime import SimClient, SimRuntime, SimStore, WatchedGate
-from distckpt.testing.told import Book, Told
+from distckpt.testing.told import Book, Contents, Told, contents_written
 
 ROOT = "/disk/run"
 KINDS = ("kill", "stop", "slow", "fail", "lost", "power", "node")
@@ -73,7 +78,7 @@ class Ended:
     """How a job ended. By rank: ``values`` and ``errors`` of the programs, ``operations`` that others could see, ``managers``,
     ``told``: when it first raised after a fault, or ended. ``struck``: when each fault fired, by its place among them; ``fired``:
     whether every one did. ``said``: what ranks were told; ``injected``: words that must be among it. ``seconds`` passed on its
-    own clock. ``keys``: what is left in the store."""
+    own clock. ``keys``: what is left in the store. ``pinned``: steps."""
 
     violations: list[str] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
@@ -90,6 +95,7 @@ class Ended:
     stacks: str = ""
     seconds: float = 0.0
     keys: int = 0
+    pinned: set[int] = field(default_factory=set)
     trace: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     injected: list[tuple[str, ...]] = field(default_factory=list)
@@ -107,6 +113,7 @@ class Job:
         self.disks = list(disks)
         self.file_faults: Mapping[int, Sequence[faults.Fault]] = options.pop("file_faults", {})
         self.view: Callable[[Files, int, SimRuntime], Files] | None = options.pop("files", None)
+        self.contents: Contents = options.pop("contents", contents_written)
         self.options = options
         self.scheduler = Scheduler(policy, horizon, limit, traced)
         self.living: set[Identity] = set()
@@ -161,6 +168,7 @@ class Job:
         ended.struck, ended.fired, ended.told = self._struck, len(self._struck) == len(self.strikes), self._told
         ended.said = [text for book in self.books for manager in book.managers for text in manager.said]
         ended.said += [str(error) for error in ended.errors.values()]
+        ended.pinned = set[int]().union(*(book.pinned for book in self.books))
         ended.disturbed = [what for book in self.books for what in book.disturbed]
         ended.injected = [(os.strerror(getattr(errno, s.value or "EIO")),) for s in self.strikes
                           if s.kind == "fail" or (s.kind == "lost" and len(self.strikes) > 1)]
@@ -173,7 +181,7 @@ class Job:
         return [save for _, _, save in sorted(told, key=lambda entry: entry[:2])]
 
     def book(self) -> Book:
-        return Book(lambda: self.scheduler.steps)
+        return Book(lambda: self.scheduler.steps, self.contents)
 
     def _rank(self, program: Program, rank: int, seams: Seams) -> Callable[[], Any]:
         def main() -> Any:
@@ -279,12 +287,21 @@ class _Server:
 
 @contextmanager
 def watched_gates() -> Iterator[None]:
-    before = background.Gate  # type: ignore[attr-defined]
+    before, write = background.Gate, torchfile.write  # type: ignore[attr-defined]
     background.Gate = WatchedGate  # type: ignore[attr-defined]
+    torchfile.write = _at_once
     try:
         yield
     finally:
-        background.Gate = before  # type: ignore[attr-defined]
+        background.Gate, torchfile.write = before, write  # type: ignore[attr-defined]
+
+
+def _at_once(value: Any, out: PieceWriter) -> None:
+    """``torchfile.write`` in two: torch's zip writer holds a lock while it writes, and no other rank may have its turn then."""
+    data = io.BytesIO()
+    with torchfile.without_crc(out.digest is not None):
+        torch.save(value, data)
+    out.write(data.getvalue())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from distckpt.testing.checker import ABORTED, COMMITTED, Found, Save, Story
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.scheduler import Policy, Priorities, Walk
 from distckpt.testing.simjob import ROOT, Beside, Ended, Job, Program, Strike
-from distckpt.testing.told import State, Told
+from distckpt.testing.told import Contents, State, Told, contents_written
 
 __all__ = ["QUICK", "ROOT", "Beside", "Program", "Run", "Simulation", "State", "Strike", "Told", "content_at", "tree_of"]
 
@@ -43,18 +43,22 @@ class Run(Ended):
 
 class Simulation:
     """``policy`` makes the schedule of a job (None: one of several kinds, drawn with ``seed``). ``options`` go to the managers.
+    ``keeps``: ``keep_last`` of further series. ``contents``: what a rank writes of a payload; without, what
+    the payload writes when it is alone.
     ``cuts``: how many of the disks that a power cut may leave are restarted from. ``apart``: every rank has a host of its own,
     so that no kernel can tell another rank which process has ended. ``horizon`` (seconds of its clock) and ``limit``
     (operations): whoever still runs then hangs."""
 
     def __init__(self, world: int = 2, seed: int = 0, faults: Sequence[str | Strike] = (), *, keep: int | None = 2,
                  policy: Callable[[int], Policy] | None = None, timeouts: Timeouts = QUICK, cuts: int = 2,
+                 keeps: Mapping[str, int | None] | None = None, contents: Contents = contents_written,
                  horizon: float = 900.0, limit: int = 400_000, traced: bool = False, apart: bool = False,
                  disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk"), **options: Any) -> None:
         self.world, self.seed, self.keep, self.cuts, self.apart = world, seed, keep, cuts, apart
         self.horizon, self.limit, self.traced = horizon, limit, traced
         self.strikes = [Strike.parse(f) if isinstance(f, str) else f for f in faults]
         self.options = {"stop_signals": (), "keep_last": keep, "timeouts": timeouts, **options}
+        self.keeps, self.contents, self.pinned = keeps or {}, contents, set[int]()
         self.files = disk()
         self.saves: list[Save] = []
         self._policy = policy or draw
@@ -94,14 +98,19 @@ class Simulation:
         number = self._jobs
         job = Job(number, self.files, self.world if world is None else world, self.seed * 31 + number,
                   self._policy(self.seed * 7 + number), [Strike.parse(s) if isinstance(s, str) else s for s in strikes],
-                  {**self.options, **more}, apart=self.apart, horizon=self.horizon, limit=self.limit, traced=self.traced,
+                  {"contents": self.contents, **self.options, **more},
+                  apart=self.apart, horizon=self.horizon, limit=self.limit, traced=self.traced,
                   disks=self._disks(self.world if world is None else world))
         ended = job.run(program, beside or {})
         run = Run(**vars(ended))
         run.violations += _one_step(run, job.strikes)
         run.outcome = str([(rank, type(error).__name__) for rank, error in run.errors.items()])
         self.saves += run.saves
+        self.pinned |= run.pinned
         return run
+
+    def _story(self, saves: Sequence[Save]) -> Story:
+        return Story(list(saves), keep=self.keep, protected=frozenset(self.pinned), keeps=self.keeps)
 
     def _settled(self) -> list[str]:
         """What is wrong besides, when a restart has saved once more."""
@@ -130,7 +139,7 @@ class Simulation:
         run.resumed, run.trace, run.steps = seen, run.trace + after.trace, run.steps + after.steps
         run.hung, run.stacks = run.hung + after.hung, run.stacks + after.stacks
         tree = trees[0] if trees else self.tree()
-        run.violations += checker.check(Story(saves, keep=self.keep), Found(
+        run.violations += checker.check(self._story(saves), Found(
             tree, seen, errors=run.said, disturbed=run.disturbed, injected=_to_be_told(run, saves)))
         run.violations += [f"{line} (after the restart)" for line in after.violations]
         if trees:
@@ -139,7 +148,7 @@ class Simulation:
         if not worked:
             run.violations.append(f"I8: the save after the restart did not work: {after.errors}")
         elif trees:
-            wrong = checker.check(Story([*saves, *after.saves], keep=self.keep), Found(self.tree(), {}, went_on=True))
+            wrong = checker.check(self._story([*saves, *after.saves]), Found(self.tree(), {}, went_on=True))
             run.violations += [f"{line} (after one more save)" for line in [*wrong, *self._settled()]]
         standing = sorted(checker.standing(tree).values())
         run.outcome += f"|{standing}|{[sorted(s.told.items()) for s in saves]}|{sorted(seen.items())}"

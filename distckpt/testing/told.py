@@ -9,13 +9,16 @@ from typing import Any
 from distckpt.checkpoint import Checkpoint
 from distckpt.errors import CoordinatorLost, DistckptError, RankTimeout, SaveError
 from distckpt.manager import CheckpointManager
-from distckpt.payloads.base import Ranks
+from distckpt.payloads.base import Ranks, as_payload
 from distckpt.saving.files import RankFiles
 from distckpt.saving.handle import SaveHandle
 from distckpt.saving.piecewriter import PieceWriter
 from distckpt.steps import Todo
 from distckpt.testing import checker
 from distckpt.testing.checker import ABORTED, COMMITTED, SKIPPED, UNKNOWN, Save
+from distckpt.testing.crashfs import CrashFiles
+
+_ALONE = "/alone"
 
 
 class State:
@@ -83,22 +86,28 @@ class Told(CheckpointManager):
         manager.__init__(**options)  # type: ignore[misc]
         return manager
 
-    def save(self, step: int, payload: Any, **more: Any) -> SaveHandle:
+    def _save(self, series: str, step: int, payload: Any, *more: Any) -> SaveHandle:
         call = self._calls
         self._calls += 1
-        before = payload.data
-        self._book.begin(call, step, payload.path(self.rank, self.world), before)
+        before = self._book.files(payload, self.rank, self.world)
+        self._book.begin(call, step, before, series)
         try:
             with self._facing(f"save {call}"):
-                handle = super().save(step, payload, **more)
+                handle = super()._save(series, step, payload, *more)
         except DistckptError as error:
             if not getattr(error, "background", False):
                 self._heard.append((call, verdict_of(error)))
-            if payload.data != before:
+            if self._book.files(payload, self.rank, self.world) != before:
                 self._book.disturbed.append(f"the state of rank {self.rank} in the save of step {step}")
             raise
         self._heard.append((call, handle))
         return handle
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of ``step`` from rotation, as a person does. On one rank."""
+        root = self._reader()
+        root.lease(next(found for found in root.checkpoints() if found.step == step), "pinned", None)
+        self._book.pinned.add(step)
 
     def poll(self, step: int) -> Todo:
         self._polls += 1
@@ -145,24 +154,46 @@ def verdict_of(error: BaseException | None) -> str:
     return {"aborted": ABORTED}.get(str(getattr(error, "outcome", "")), UNKNOWN) if isinstance(error, SaveError) else UNKNOWN
 
 
-class Book:
-    """The saves of one job, in the order of their calls. ``moment`` says when each was begun, among those of other jobs."""
+Contents = Callable[[Any, int, int], dict[str, bytes]]
+"""``(payload, rank, world)`` to what that rank writes of it: bytes by path within the checkpoint."""
 
-    def __init__(self, moment: Callable[[], int]) -> None:
-        self.moment = moment
+
+def contents_of_state(payload: State, rank: int, world: int) -> dict[str, bytes]:
+    return {payload.path(rank, world): bytes(payload.data)}
+
+
+def contents_written(payload: Any, rank: int, world: int) -> dict[str, bytes]:
+    """What ``payload`` itself writes where nobody is beside it and nothing goes wrong: of one that runs no collectives."""
+    disk = CrashFiles(_ALONE)
+    as_payload(payload).write(RankFiles(disk, _ALONE, rank, world, algorithm="xxh3-128", aborted=lambda: False),
+                  Ranks(rank, world, lambda: None))
+    return {path[len(_ALONE) + 1:]: data for path, data in disk.snapshot().items()
+            if data is not None and path.startswith(f"{_ALONE}/")}
+
+
+class Book:
+    """The saves of one job, in the order of their calls. ``moment`` says when each was begun, among those of other jobs.
+    ``pinned``: steps that rotation may not take any more."""
+
+    def __init__(self, moment: Callable[[], int], contents: Contents = contents_written) -> None:
+        self.moment, self._contents = moment, contents
         self.begun: list[int] = []
-        self.saves: list[tuple[int, dict[str, bytes]]] = []
+        self.saves: list[tuple[int, str, dict[str, bytes]]] = []
+        self.pinned: set[int] = set()
         self.managers: list[Told] = []
         self.disturbed: list[str] = []
 
-    def begin(self, call: int, step: int, path: str, data: bytes) -> None:
+    def files(self, payload: Any, rank: int, world: int) -> dict[str, bytes]:
+        return (contents_of_state if isinstance(payload, State) else self._contents)(payload, rank, world)
+
+    def begin(self, call: int, step: int, files: dict[str, bytes], series: str) -> None:
         if call == len(self.saves):
-            self.saves.append((step, {}))
+            self.saves.append((step, series, {}))
             self.begun.append(self.moment())
-        self.saves[call][1][path] = bytes(data)
+        self.saves[call][2].update(files)
 
     def tell(self) -> list[Save]:
-        saves = [Save(step, checker.content_of(files)) for step, files in self.saves]
+        saves = [Save(step, checker.content_of(files), series=series) for step, series, files in self.saves]
         for manager in self.managers:
             for call, verdict in manager.verdicts():
                 saves[call].told[manager._group.rank] = verdict

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,12 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f"}
 
 class TraceError(Exception):
     """The trace cannot be read as what happened, so nothing may be concluded from it."""
+
+
+def mark(text: str) -> None:
+    """Put ``text`` into the trace of this process, as a ``replay.Mark``; without a trace it does nothing."""
+    with suppress(OSError):  # EBADF is what makes it harmless
+        os.write(MARK, text.encode())
 
 
 def unescape(text: str) -> bytes:

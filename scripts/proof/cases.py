@@ -17,7 +17,7 @@ from scripts.proof.scenarios import SCENARIOS, UNKNOWN, noticed
 VALUES = {"kill": [""], "power": [""], "stop": ["", "45"], "slow": ["0.5"], "fail": ["EIO", "ENOSPC"], "lost": ["EIO"]}
 _SEEDED = ("sync", "background", "background", "skipping", "stopping", "replacing", "replacing-nfs", "framework", "leaving",
            "two", "uneven", "local", "local-3", "local-background", "local-replacing", "local-replacing-nfs", "local-framework",
-           "local-leaving", "linking", "relinking", "local-linking")
+           "local-leaving", "linking", "relinking", "local-linking", "keeping")
 
 
 @dataclass(frozen=True)

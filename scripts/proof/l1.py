@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS_APART = 1000
 """A seed's scenarios are the numbers from seed * SEEDS_APART on; seed 0 begins with those chosen by hand."""
 QUICK = 120.0
-_SECONDS_OF_A_SCENARIO = 30.0
+_SECONDS_OF_A_SCENARIO = 40.0
 _TURNS = (0, 2, 1, 3)
 """Cuts are walked by their number modulo four: a walk that runs out of time has been everywhere."""
 
@@ -72,7 +72,8 @@ def read(folder: Path) -> Iterator[Recorded]:
     """What ``record`` recorded. RuntimeError unless the model of each disk ends as the real one did."""
     calls = trace.read(folder / "trace", REPOSITORY)
     starts = {call.text: index for index, call in enumerate(calls) if call.call == "mark"}  # one of each of those used here
-    for one in map(Scenario.of, json.loads((folder / "scenarios.json").read_text())):
+    scenarios, contents = (json.loads((folder / f"{name}.json").read_text()) for name in ("scenarios", "contents"))
+    for one, wanted in zip(map(Scenario.of, scenarios), contents, strict=True):
         run = compile_run(calls[starts[f"SCENARIO {one.base}"]:starts[f"END {one.base}"]], one.base)
         model, real = tree_below(run.end(), one.root), tree_of(one.root)
         if model != real:
@@ -83,7 +84,7 @@ def read(folder: Path) -> Iterator[Recorded]:
                           for save in phase.saves) and one.writer == "process"
         if handed_over and not any(isinstance(step, Write) and step.process not in ranks for step in run.steps):
             raise RuntimeError(f"{one}: nothing was written by the writer process")
-        yield understand(run, one)
+        yield understand(run, one, {int(number): content for number, content in wanted.items()})
 
 
 @dataclass

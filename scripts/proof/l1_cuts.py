@@ -7,10 +7,10 @@ that the others did followed from them. What follows from what is known by progr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distckpt.testing.checker import COMMITTED, Save, Story
+from distckpt.testing.checker import Save, Story
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Run, Step, Write
 from scripts.proof.l1_scenarios import Scenario
@@ -51,7 +51,7 @@ class Told:
         if word == "BEGIN":
             self.begun.add(int(rest.split()[0]))
         elif word == "TOLD":
-            number, verdict, _ = rest.split()
+            number, verdict = rest.split()
             self.verdicts.setdefault(int(number), set()).add(verdict)
         return word in ("BEGIN", "TOLD")
 
@@ -62,13 +62,13 @@ class Told:
 
 @dataclass
 class Recorded:
-    """One scenario's run. ``events`` in the order in which they were seen; ``contents``: of each save, as far as known;
-    ``kills``: how many of the planned ones came about."""
+    """One scenario's run. ``events`` in the order in which they were seen; ``contents``: of each save that can be
+    committed; ``kills``: how many of the planned ones came about."""
 
     scenario: Scenario
     disk: CrashFiles
     events: list[Event]
-    contents: dict[int, str]
+    contents: Mapping[int, str]
     kills: int
 
     def story(self, told: Told) -> Story:
@@ -81,8 +81,8 @@ class Recorded:
         return Story(saves, keep=self.scenario.keep)
 
 
-def understand(run: Run, scenario: Scenario) -> Recorded:
-    """Ranks, clocks and contents of a recorded run."""
+def understand(run: Run, scenario: Scenario, contents: Mapping[int, str]) -> Recorded:
+    """Ranks and clocks of a recorded run, of which each save must leave ``contents``."""
     ranks: dict[int, int] = {}
     for step in run.steps:
         if isinstance(step, Mark) and step.text.startswith("RANK "):
@@ -95,7 +95,7 @@ def understand(run: Run, scenario: Scenario) -> Recorded:
 
     events = _clocks([(step, rank_of(step.process)) for step in run.steps], scenario.world)
     kills = sum(isinstance(step, Mark) and step.text == "KILLED" for step in run.steps)
-    return Recorded(scenario, run.disk, events, _contents(run.steps, scenario), kills)
+    return Recorded(scenario, run.disk, events, contents, kills)
 
 
 def _clocks(steps: Sequence[tuple[Step, int]], world: int) -> list[Event]:
@@ -136,22 +136,6 @@ def _pieces(events: list[Event]) -> list[Event]:
                 events[before], events[index] = replace(earlier, ends=False), replace(event, starts=False)
         last[event.rank] = index
     return events
-
-
-def _contents(steps: Sequence[Step], scenario: Scenario) -> dict[int, str]:
-    found: dict[int, str] = {}
-    begun: list[int] = []
-    for step in steps:
-        if not isinstance(step, Mark):
-            continue
-        word, *rest = step.text.split(" ")
-        if word == "BEGIN" and int(rest[0]) not in begun:
-            begun.append(int(rest[0]))
-        elif word == "TOLD" and rest[1] == COMMITTED and rest[2] != "-":
-            found[int(rest[0])] = rest[2]
-        elif word == "RESUMED" and rest[1] not in found.values():  # nobody was told, and a restart published it all the same
-            found[next(n for n in reversed(begun) if n not in found and scenario.saves[n].step == int(rest[0]))] = rest[1]
-    return found
 
 
 @dataclass

@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,3 +56,14 @@ def payload(number: int, rank: int) -> DeepSpeed:
     engine.backward(engine(torch.randn(4, 16)).square().mean())
     engine.step()
     return DeepSpeed(engine)
+
+
+def holds(path: str, rank: int) -> bool:
+    """Whether DeepSpeed's files there have the weights and the optimizer's share of this engine as it is."""
+    engine, files = _engine(rank), {file.name: file for file in Path(path).rglob("*.pt")}
+    model = torch.load(files["mp_rank_00_model_states.pt"], weights_only=False)["module"]
+    share = torch.load(next(file for name, file in files.items() if f"zero_pp_rank_{rank}_" in name), weights_only=False)
+    mine = engine.optimizer.single_partition_of_fp32_groups
+    theirs = share["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    return all(torch.equal(model[name], tensor) for name, tensor in engine.module.state_dict().items()) and \
+        all(torch.equal(one, other[:one.numel()]) for one, other in zip(theirs, mine, strict=True))

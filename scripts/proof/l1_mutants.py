@@ -13,6 +13,7 @@ from distckpt.coordination.store import Client
 from distckpt.retention import KeepLast
 from distckpt.saving import commit
 from distckpt.saving.committer import Committer
+from distckpt.saving.piecewriter import PieceWriter
 
 
 def _no_data_fsync(rank: int, root: str) -> None:
@@ -66,6 +67,19 @@ def _publish_first(rank: int, root: str) -> None:
     commit._move = move
 
 
+def _other_bytes(rank: int, root: str) -> None:
+    """What is written is not the state: a bit of it is another, before its digest is taken."""
+    real = PieceWriter.write
+
+    def write(self: PieceWriter, data: Any) -> Any:
+        wrong = bytearray(data)
+        if len(wrong) >= 1000:
+            wrong[500] ^= 1
+        return real(self, wrong)
+
+    PieceWriter.write = write  # type: ignore[method-assign]
+
+
 def _ack_first(rank: int, root: str) -> None:
     """Rank 1 acks before its bytes are durable, and is so quick that it never shows: rank 0 goes on only when they are.
 
@@ -108,6 +122,7 @@ MUTANTS: dict[str, Callable[[int, str], None]] = {
     "no fsync of the marker": _no_marker_fsync,
     "rotation before the commit": _rotation_first,
     "the name before the marker": _publish_first,
+    "other bytes than the state's": _other_bytes,
     "the ack before the fsync": _ack_first,
 }
 """``apply(rank, root)`` by name. Only cuts with a lagging rank can find the last one."""

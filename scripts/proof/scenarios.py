@@ -18,6 +18,7 @@ _AT_ONCE = 1.0
 UNKNOWN = 2
 """Operations of a rank before the others know which process it is."""
 _ASKING = 10.0
+ROLLING = 1
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,17 @@ def relinking(manager: Told, rank: int) -> None:
     manager.save(2, State(bytes_of(rank, 3 if rank else 0)), on_exists="replace")
 
 
+def keeping(manager: Told, rank: int) -> None:
+    """One that is pinned outlives its turn, and a second series has turns of its own (I5)."""
+    rolling = manager.series("rolling", keep_last=ROLLING)
+    for step in (1, 2, 3, 4):
+        manager.save(step, State(bytes_of(rank, step)))
+        if step == 1 and rank == 0:
+            manager.pin(step)
+        if step < 4:
+            rolling.save(step, State(bytes_of(rank, step, "rolling: ")))
+
+
 def satisfied(manager: Told, rank: int) -> None:
     """A step that is there already is skipped on every rank."""
     manager.save(1, State(bytes_of(rank, 1)))
@@ -234,6 +246,7 @@ SCENARIOS: dict[str, Scenario] = {
     "linking": Scenario(linking, {"dedup": "link"}),
     "linking-nfs": Scenario(linking, {"dedup": "link"}, disk=_no_exchange),
     "relinking": Scenario(relinking, {"dedup": "link"}),
+    "keeping": Scenario(keeping, {"keeps": {"rolling": ROLLING}}),
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
     "leaving": Scenario(leaving, raises=True),

@@ -17,7 +17,7 @@ def _lagging(*lines: str) -> set[frozenset[str]]:
     start = ['10  write(1023, "RANK 0", 6) = -1 EBADF (x)', '11  write(1023, "RANK 1", 6) = -1 EBADF (x)']
     run = compile_run(parse([*start, *lines]), BASE)
     return {frozenset(path.rpartition("/")[2] for path in cut.disk.snapshot() if path.startswith(BASE + "/"))
-            for cut in cuts(understand(run, Scenario(BASE, 2, 1, ()))) if cut.lags}
+            for cut in cuts(understand(run, Scenario(BASE, 2, 1, ()), {})) if cut.lags}
 
 
 def _says(rank: int, text: str) -> str:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from distckpt import leases, rotation
 from distckpt.background import Background
 from distckpt.coordination.rounds import Call
 from distckpt.durable import Files
@@ -20,7 +22,7 @@ from distckpt.errors import CoordinatorLost, RankTimeout, SaveError
 from distckpt.options import Timeouts
 from distckpt.saving import commit
 from distckpt.steps import NOTHING, Todo
-from distckpt.testing.checker import ABORTED, COMMITTED, Save
+from distckpt.testing.checker import ABORTED, COMMITTED, Save, standing
 from distckpt.testing.explore import schedules
 from distckpt.testing.simjob import Moment
 from distckpt.testing.simulation import QUICK, Run, Simulation, State, Strike, Told, _one_step, _to_be_told
@@ -338,3 +340,38 @@ def test_what_is_asked_of_places() -> None:
     assert asked(full, (at_4, None, False, failed), (nowhere, 4, False, lost)) == ["P4"]
     assert asked(slow, (nowhere, None, True, failed), (nowhere, None, False, late)) == []
     assert asked(slow, (nowhere, None, True, failed), (nowhere, None, False, None)) == ["P4"]
+
+
+# -- what retention must leave: a pin, a second series ---------------------------------------------------------------------
+
+
+def test_a_pin_and_a_second_series_have_what_is_theirs() -> None:
+    scenario = SCENARIOS["keeping"]
+    simulation = scenario.simulation()
+    run = simulation.run(scenario.program)
+    assert run.violations == [] and run.fired and simulation.pinned == {1}
+    assert sorted(standing(simulation.tree())) == ["step-1", "step-1004", "step-3-rolling", "step-4"]
+    tally = Tally()
+    for case in sweep("keeping", 2, ("kill", "power"), 97):
+        tally.run(case)
+    assert tally.result.runs >= 15 and tally.result.violations == []
+
+
+def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotation sees no lease."""
+    monkeypatch.setattr(leases, "leased_attempts", lambda *_: [])
+    monkeypatch.setattr(leases, "listing", lambda *_: [])
+
+
+def _one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotation takes all checkpoints for one series."""
+    real = rotation.plan
+    monkeypatch.setattr(rotation, "plan", lambda series, entries, *rest: real(
+        series, [replace(entry, series=series) for entry in entries], *rest))
+
+
+@pytest.mark.parametrize(("fault", "lost"), [(_blind, "I5: step 1 must stand"), (_one_line, "I5: step ")])
+def test_a_rotation_that_takes_what_is_not_its_own_is_found(fault: Callable[[pytest.MonkeyPatch], None], lost: str,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert any(line.startswith(lost) for line in Case("keeping").run().violations)

@@ -349,3 +349,39 @@ def test_a_temporary_that_was_left_behind_is_in_nobodys_way() -> None:
     write_payload(disk, "/d/t", b"of one that was killed")
     create_exclusively(disk, "/d/f", b"record", "/d/t")
     assert disk.read("/d/f", 99) == b"record" and [item.name for item in disk.scan("/d")] == ["f"]
+
+
+def _complain(*rest: object, **more: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _below(path: str) -> tuple[str, str]:
+    return os.path.dirname(os.path.dirname(path)), os.path.relpath(os.path.dirname(path), os.path.dirname(os.path.dirname(path)))
+
+
+@pytest.mark.parametrize(("call", "act"), [
+    ("write", lambda path: REAL.open(f"{path}.new").write(b"x")),
+    ("fsync", lambda path: REAL.open(f"{path}.new").fsync()),
+    ("close", lambda path: REAL.open(f"{path}.new").close()),
+    ("pwrite", lambda path: REAL.overwrite(path, b"x")),
+    ("write", lambda path: REAL.append(path, b"x")),
+    ("fsync", lambda path: REAL.fsync(path)),
+    ("fsync", lambda path: REAL.fsync_dir(os.path.dirname(path))),
+    ("read", lambda path: REAL.read(path, 10)),
+    ("readv", lambda path: next(REAL.pieces(path))),
+    ("unlink", lambda path: REAL.folder(*_below(path)).unlink(os.path.basename(path))),
+    ("rmdir", lambda path: REAL.folder(*_below(path)).rmdir(os.path.basename(path))),
+    ("scandir", lambda path: REAL.folder(*_below(path)).scan()),
+])
+def test_an_error_on_a_descriptor_names_the_file(call: str, act: Callable[[str], object], tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own does not (I9); strace in place of the seam showed it."""
+    path = tmp_path / "some" / "file"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setattr(os, call, _complain)
+    with pytest.raises(OSError) as caught:
+        act(str(path))
+    wanted = {"scandir": str(path.parent)}.get(call, str(path))
+    assert str(caught.value.filename) in (wanted, f"{wanted}.new", str(path.parent)) and caught.value.errno == errno.EIO
+    assert "some" in str(caught.value)

@@ -6,9 +6,11 @@ import pytest
 
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Names, Run, Step, Sync, Write
+from scripts.proof import peers
+from scripts.proof.layer import Budget, Result
 from scripts.proof.peers import violations
 from scripts.proof.peers.judge import Goldens, Judge, Picker, Tally, verdict
-from scripts.proof.peers.known import Peer
+from scripts.proof.peers.known import PEERS, Peer
 from scripts.proof.peers.recording import Journal, Recording, tree_of
 from scripts.proof.peers.table import Row
 
@@ -105,3 +107,19 @@ def test_only_what_is_wrong_with_distckpt_or_with_the_test_is_a_violation() -> N
     assert len(violations(Row(ours, wrong_cuts=1, cuts=3))) == 1
     assert len(violations(Row(ours, controls={"dir": {"weak": Tally(states=3)}}))) == 1
     assert len(violations(Row(ours, failed="no strace"))) == 1
+
+
+def test_fewer_than_five_other_libraries_is_a_violation_and_what_was_not_reached_is_named(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(failed: int, seconds: float = 1e6) -> Result:
+        monkeypatch.setattr(peers, "rows", lambda seed: (
+            Row(peer, failed="no wheel" if not peer.ours and others.index(peer.program) < failed else "") for peer in PEERS))
+        return peers.LAYER.run(Budget(seconds))
+
+    others = list(dict.fromkeys(peer.program for peer in PEERS if not peer.ours))
+    enough = len(others) - peers.ENOUGH
+    assert enough >= 1 and layer(enough).violations == []
+    assert layer(enough + 1).violations == ["peers: 4 other libraries ran, fewer than 5"]
+    cut = layer(0, seconds=0.0)
+    assert cut.violations == ["peers: 1 other libraries ran, fewer than 5"]
+    assert f"no time was left for: {PEERS[1].name}, {PEERS[2].name}" in cut.covers and PEERS[-1].name in cut.covers

@@ -65,6 +65,9 @@ SETUPS = {
         from pathlib import Path
         total, weights, vocabulary = TOTAL, torch.full((3,), float(RANK)), ["a", "b"]
     """,
+    "simulated": """
+        import distckpt, torch
+    """,
     "reader": """
         import distckpt, torch
         with distckpt.CheckpointManager("runs/gpt") as manager:
@@ -141,6 +144,13 @@ def test_the_reader_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names = _execute(0, 1, str(tmp_path), "reader", _blocks("in one process")["reader"], 0)
     assert names["uploaded"] == [str(tmp_path / "runs/gpt/step-7")]
     assert not distckpt.open("runs/gpt").leases_on(names["checkpoint"].attempt)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("greenlet") is None, reason="needs greenlet: the extra 'testing'")
+def test_the_block_of_the_simulation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _execute(0, 1, str(tmp_path), "simulated", _blocks("in one process")["simulated"], 0)
+    assert names["run"].resumed and not os.listdir(tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and an MPI: the extra 'mpi'")

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ LIMIT = 25.0
 NOTICED = 1.0
 """Seconds in which a death, or the passing of a deadline, is to be noticed."""
 
+TRACED = ", once more by strace"
+
 _ATTEMPT = re.compile(r"/\.distckpt/staging/\d+/[0-9a-f]{16}(/|$)")
 _CHECKPOINT = re.compile(r"step-\d+")
 
@@ -55,38 +57,46 @@ class Item:
     traced: bool = False
 
     def __str__(self) -> str:
-        twice = ", once more by strace" if self.traced else ""
+        twice = TRACED if self.traced else ""
         return f"{self.program}: {self.strike}{twice}" + (f" [mutant: {self.mutant}]" if self.mutant else "")
 
 
 @dataclass
 class Judged:
-    """``fired``: whether the fault went off. ``noticed``: seconds until another rank raised, beyond the deadline if one had
-    to pass. ``verdicts``: what tells runs of one kind apart: the newest told outcome of each save, and where it resumed."""
+    """``fired``: whether the fault went off. ``checked``: whether the checker has looked at all that there was to look at.
+    ``noticed``: seconds until another rank raised, beyond the deadline if one had to pass. ``verdicts``: what tells runs of one
+    kind apart: the newest told outcome of each save, and where it resumed. ``jobs``: that was struck, and after it."""
 
     fired: bool = False
+    checked: bool = False
     violations: list[str] = field(default_factory=list)
     hangs: int = 0
     noticed: float | None = None
     verdicts: tuple[Any, ...] = ()
-    runs: int = 0
+    jobs: int = 0
     logs: str = ""
+
+    def add(self, other: Judged) -> None:
+        """A further look at the same item: what either found, and it was looked at only if both times it was."""
+        self.fired |= other.fired
+        self.checked &= other.checked
+        self.violations += other.violations
+        self.hangs += other.hangs
+        self.jobs += other.jobs
+        self.logs += other.logs
 
 
 @dataclass(frozen=True)
 class Known:
     """What a program is known to do when nothing goes wrong. ``contents``: value to content; ``reach``: per rank, how often
-    each operation happens; ``order``: per rank, the operations that write: what, the name of the file, and whether
-    the main thread did it."""
+    each operation happens; ``order``: per rank, the operations that write: what, and the name of the file."""
 
     contents: dict[int, str]
     reach: list[dict[str, int]]
-    order: list[list[tuple[str, str, bool]]]
+    order: list[list[tuple[str, str]]]
     template: str | None
 
     def count(self, strike: Strike) -> int:
-        if strike.call:
-            return sum(main and op in strike.counts for op, _, main in self.order[strike.rank])
         return sum(self.reach[strike.rank].get(op, 0) for op in strike.counts)
 
 
@@ -114,9 +124,9 @@ def learn(name: str, folder: str) -> Known:
 
 
 class Outside(Protocol):
-    """Who strikes a rank from outside, where the seam is not trusted."""
+    """Who strikes a rank from outside, where the seam is not trusted: it only stops the rank right before the operation."""
 
-    def attach(self, pid: int) -> None: ...
+    def attach(self, thread: int, op: str, path: str, held: bool) -> None: ...
     def struck(self) -> bool: ...
 
 
@@ -124,27 +134,22 @@ def judge(item: Item, known: Known, folder: str, outside: Outside | None = None)
     """Make the run and judge it. ``outside`` strikes in place of the seam."""
     program, strike = PROGRAMS[item.program], item.strike
     root = os.path.join(folder, "root")
-    judged = Judged(runs=1)
+    judged = Judged(jobs=1)
     if known.template:
         shutil.copytree(known.template, root)
     stops = strike.kind == "stop"
-    gate, opener = os.pipe()
-    ranks = start(WORLD, play, root, item.program, None if outside else strike, HASTY if stops else PATIENT, item.mutant, False,
-                  gate, limit=LIMIT)
+    ranks = start(WORLD, play, root, item.program, strike, HASTY if stops else PATIENT, item.mutant, False, outside is not None,
+                  limit=LIMIT)
     try:
-        if outside is not None:
-            outside.attach(ranks[strike.rank].pid)
-        os.write(opener, b"go"[:WORLD])
+        stopped = _attached(outside, ranks[strike.rank], root, strike) if outside is not None else None
         told: list[str] = []
         ends = _wait(ranks, strike, root, told, item, judged) if stops else _ends(ranks)
         diaries = [read_diary(root, rank) for rank in range(WORLD)]
-        if outside is not None and outside.struck():
-            diaries[strike.rank].append({"what": "struck", "op": "", "path": "", "other": "", "at": float("inf")})
-        _look(program, item, known, root, ends, diaries, LAST if judged.runs > 1 else NEXT, judged)
+        if outside is not None and stopped is not None and outside.struck():
+            diaries[strike.rank].append({**stopped, "what": "struck"})
+        _look(program, item, known, root, ends, diaries, LAST if judged.jobs > 1 else NEXT, judged)
         judged.violations += told
     finally:
-        os.close(gate)
-        os.close(opener)
         for rank in ranks:
             rank.end(0.0)
         shutil.rmtree(root, ignore_errors=True)
@@ -176,6 +181,23 @@ def _forget(root: str) -> None:
             os.unlink(path)
 
 
+def _stopped(rank: Forked, deadline: float) -> bool:
+    """Whether it stands, and has not ended."""
+    while not (rank.stopped or rank.ended_by(time.monotonic() + 0.02)) and time.monotonic() < deadline:
+        pass
+    return rank.stopped
+
+
+def _attached(outside: Outside, rank: Forked, root: str, strike: Strike) -> dict[str, Any] | None:
+    """What the rank was about to do when it stopped, as its diary says; it goes on with ``outside`` at that thread."""
+    if not _stopped(rank, time.monotonic() + LIMIT):
+        return None
+    line = next(line for line in read_diary(root, strike.rank) if line["what"] == "stopped")
+    outside.attach(line["thread"], line["op"], line["path"], line["held"])
+    rank.signal(signal.SIGCONT)
+    return line
+
+
 def _wait(ranks: list[Forked], strike: Strike, root: str, told: list[str], item: Item, judged: Judged) -> list[Ended]:
     """The ranks of a run in which one stops. When the others have given up, the job is started anew, as a scheduler would;
     only then does the late one go on, and it must not change a byte of what stands (S5). A late rank 0 keeps the others
@@ -184,12 +206,9 @@ def _wait(ranks: list[Forked], strike: Strike, root: str, told: list[str], item:
     others = [rank for rank in ranks if rank is not victim]
     deadline = time.monotonic() + LIMIT
     ends: dict[int, Ended] = {id(rank): rank.end(deadline) for rank in others}
-    while not (victim.stopped or victim.ended_by(time.monotonic() + 0.02)):
-        if time.monotonic() > deadline:
-            break
-    if victim.stopped:
+    if _stopped(victim, deadline):
         if strike.rank != 0:
-            judged.runs += 1
+            judged.jobs += 1
             again_ends = _run(again, root, item.program, NEXT)
             if not all(end.ok for end in again_ends):
                 told.append("I8: the job after it could not start beside the stopped rank: " + str(again_ends[0])[:600])
@@ -224,26 +243,31 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
     judged.violations += _ended(strike, struck, ends, diaries)
     damaged = _damage(strike, struck, root, known, story)
 
-    judged.runs += 1
+    judged.jobs += 1
     after = _run(again, root, item.program, step)
     judged.hangs += sum(end.hung for end in after)
     found.alive += [rank for rank, end in enumerate(after) if end.hung]
     answers = {rank: _answer(end, known) for rank, end in enumerate(after)}
     found.disturbed = [f"the state in save {line['save']}" for diary in diaries for line in diary if line["what"] == "disturbed"]
+    found.root, skipped = tree_of(root), {}
     with suppress(FileNotFoundError):
-        resumed_tree, skipped = pickle.loads(Path(f"{root}.resumed").read_bytes())
-        found.root, found.resumed = resumed_tree, dict(answers)
-        judged.violations += check(story, found)
-        if skipped and not damaged:
-            judged.violations.append(f"I8: passed over without a reason that this run gave: {skipped}")
-    if damaged and not standing(found.root or tree_of(root)) and all("NoUsableCheckpoint" in str(a) for a in answers.values()):
-        return  # nothing is left, and it was said so
+        found.root, skipped = pickle.loads(Path(f"{root}.resumed").read_bytes())
+        found.resumed = dict(answers)
+    if damaged and not standing(found.root) and all("NoUsableCheckpoint" in str(a) for a in answers.values()):
+        # Nothing is left, and it was said so: of what was told nothing can stand, and the rest is asked as ever.
+        judged.violations += check(replace(story, saves=[replace(save, told={}) for save in story.saves]), found)
+        judged.checked = True
+        return
+    judged.violations += check(story, found)
+    if skipped and not damaged:
+        judged.violations.append(f"I8: passed over without a reason that this run gave: {skipped}")
     if not found.resumed:
         judged.violations += [f"I8: rank {rank} could not resume: {answer}" for rank, answer in answers.items()]
     went_on = all(end.ok for end in after)
     story.saves.append(Save(step, known.contents[step], {0: COMMITTED} if went_on else {}))
     last = Found(root=tree_of(root), went_on=went_on, crashes=found.crashes)
     judged.violations += check(story, last)
+    judged.checked = True
     if not item.traced:
         judged.noticed = _noticed(program, strike, struck, diaries)
     outcomes = tuple(tuple(sorted(set(save.told.values()))) for save in story.saves[len(program.before):])

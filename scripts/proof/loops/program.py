@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -111,6 +110,10 @@ class Diary:
         line = json.dumps({"what": what, "at": time.monotonic(), **values}) + "\n"
         self._write(self._fd, line.encode())
 
+    def stopped(self, operation: Operation) -> None:
+        self.note("stopped", op=operation.op, path=operation.path, other=operation.other, thread=operation.thread,
+                  held=operation.held)
+
     def struck(self, operation: Operation) -> None:
         self.note("struck", op=operation.op, path=operation.path, other=operation.other)
 
@@ -166,16 +169,13 @@ def _count_dcp(files: FaultyFiles) -> None:
 
 
 def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Timeouts, mutant: str = "",
-         earlier: bool = False, gate: int | None = None) -> tuple[dict[str, int], list[tuple[str, str, bool]]]:
+         earlier: bool = False, outside: bool = False) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """The job that is struck. Goes on after a save that failed on all. How many operations of each kind there were; and those
-    that write, in their order: what, the name of its file, whether the main thread did it. ``gate``: nothing is done until
-    this descriptor can be read."""
-    if gate is not None:
-        os.read(gate, 1)
+    that write, in their order: what, and the name of its file. ``outside``: the rank only stops there, and another strikes."""
     program, diary = PROGRAMS[name], Diary(diary_of(root, place.rank))
     files = FaultyFiles(REAL)
     if strike is not None and strike.rank == place.rank:
-        files.faults.append(strike.fault(diary.struck))
+        files.faults.append(strike.stop_there(diary.stopped) if outside else strike.fault(diary.struck))
     mutants.apply(mutant)
     _watch_absence(diary)
     try:
@@ -190,8 +190,7 @@ def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Ti
         diary.error(error)
         raise
     diary.note("closed")
-    main = threading.get_native_id()
-    order = [(operation.op, os.path.basename(operation.path), operation.thread == main) for operation in files.log]
+    order = [(operation.op, os.path.basename(operation.path)) for operation in files.log]
     return dict(Counter(operation.op for operation in (*files.log, *files.reads))), order
 
 

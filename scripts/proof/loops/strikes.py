@@ -18,9 +18,6 @@ LIES = ("open", "write", "fsync", "close", "overwrite", "append", "fsync_file", 
 """A disk that says yes and did nothing. No file system lies about names it has taken, moved or removed."""
 SLOW = 0.3
 
-CALLS = {"fsync": ("fsync", "fsync_file", "fsync_dir"), "mkdir": ("mkdir",), "rename": ("rename",)}
-"""System calls, and the operations that are one each. A removal is one of two, by its path or below a descriptor."""
-
 KINDS = ("error", "late error", "read error", "kill", "kill after", "stop", "short", "partial", "lie", "slow")
 
 
@@ -28,20 +25,17 @@ KINDS = ("error", "late error", "read error", "kill", "kill after", "stop", "sho
 class Strike:
     """``kind``: one of KINDS. "late error": the operation happened and its reply was lost. "short": half of a write is on
     disk and the whole was reported. "partial": the kernel takes half of a write at a time, as it may. ``forever``: every
-    operation from the n-th on. ``call``: only the main thread's operations that are this system call are counted."""
+    operation from the n-th on."""
 
     rank: int
     kind: str
     n: int
     number: str = ""
     forever: bool = False
-    call: str = ""
 
     @property
     def counts(self) -> tuple[str, ...]:
         """The operations among which the n-th is struck."""
-        if self.call:
-            return CALLS[self.call]
         return {"read error": READS, "lie": LIES, "short": ("write", "overwrite", "append"), "partial": ("write", "append"),
                 }.get(self.kind, WRITES)
 
@@ -62,14 +56,17 @@ class Strike:
             "slow": lambda: faults.call(lambda _: time.sleep(SLOW), self.n, op=ops),  # the fault itself, it orders nothing
         }[self.kind]()
         made.note = note
-        if self.call:
-            main = threading.get_ident()
-            made.path = lambda path: threading.get_ident() == main
+        return made
+
+    def stop_there(self, note: Callable[[Operation], None]) -> Fault:
+        """In its place, for somebody else to strike: the thread that is about to do the n-th operation stops its process."""
+        made = faults.call(lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP), self.n, op=self.counts)
+        made.note = note
         return made
 
     def __str__(self) -> str:
         what = " ".join(part for part in (self.kind, self.number, "from then on" if self.forever else "") if part)
-        return f"{what} at {self.call or 'operation'} {self.n} of rank {self.rank}"
+        return f"{what} at operation {self.n} of rank {self.rank}"
 
 
 def every() -> Iterator[tuple[str, str, bool]]:

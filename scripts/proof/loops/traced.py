@@ -1,7 +1,8 @@
 """The same faults from outside: strace strikes the system call in place of the seam, so that the seam is not trusted.
 
-Without ``--seccomp-bpf``, which drops an injected signal. ``when=`` counts the calls of one thread, so that only what the main
-thread does is struck.
+The seam only says where: it stops the rank right before its n-th operation and notes who was about to do what. strace is put on
+that one thread, and when the rank goes on, the thread's next system call of that name fails, or kills it. Without
+``--seccomp-bpf``, which drops an injected signal.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import platform
 import select
 import shutil
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from scripts.proof.loops.judge import Item, Judged, Known, judge
-from scripts.proof.loops.strikes import CALLS
 
 KINDS = (("error", "EIO"), ("error", "ENOSPC"), ("kill", ""))
-PROGRAMS = ("sync", "members")
+PROGRAMS = {"sync": 2, "background": 6, "members": 6}
+"""Every so many-th operation of each is struck from outside as well, the kinds in turn: one run in twenty."""
+_CALLS = {"open": "openat", "write": "write", "fsync": "fsync", "close": "close", "fsync_file": "fsync", "fsync_dir": "fsync",
+          "overwrite": "openat", "append": "openat", "mkdir": "mkdir", "rename": "rename", "exchange": "renameat2",
+          "link": "linkat", "unlink": "unlink", "rmdir": "rmdir"}
+"""By operation, the system call that is struck: its only one, or the one that it is named after."""
 _ATTACH = 20.0
 _TRIES = 4
 
@@ -31,29 +35,24 @@ def missing() -> str | None:
     return None if shutil.which("strace") else "no strace"
 
 
-def countable(order: list[tuple[str, str, bool]]) -> list[tuple[str, int]]:
-    """(system call, how manieth of the main thread's) of every operation that is one."""
-    seen: Counter[str] = Counter()
-    found = []
-    for op, _, main in order:
-        call = next((call for call, ops in CALLS.items() if op in ops), None)
-        if main and call is not None:
-            seen[call] += 1
-            found.append((call, seen[call]))
-    return found
+def call_of(op: str, held: bool) -> str:
+    """The system call that ``op`` makes."""
+    return "unlinkat" if held else _CALLS[op]
 
 
 class _Strace:
     def __init__(self, item: Item, log: str) -> None:
-        strike = item.strike
-        what = "signal=KILL" if strike.kind == "kill" else f"error={strike.number}"
-        self._command = ["strace", "-f", "-o", log, "-e", f"trace={strike.call}", "-e",
-                         f"inject={strike.call}:{what}:when={strike.n}"]
-        self._log, self._kills = Path(log), strike.kind == "kill"
+        self._log, self._kills = Path(log), item.strike.kind == "kill"
+        self._name = ""
+        self._what = "signal=KILL" if self._kills else f"error={item.strike.number}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def attach(self, pid: int) -> None:
-        self._process = subprocess.Popen([*self._command, "-p", str(pid)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    def attach(self, thread: int, op: str, path: str, held: bool) -> None:
+        """To the thread that is stopped before ``op``."""
+        call, self._name = call_of(op, held), os.path.basename(path)
+        self._process = subprocess.Popen(
+            ["strace", "-y", "-o", str(self._log), "-e", f"trace={call}", "-e", f"inject={call}:{self._what}:when=1",
+             "-p", str(thread)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
         said = b""
         while b"attached" not in said:
@@ -65,10 +64,14 @@ class _Strace:
             said += piece
 
     def struck(self) -> bool:
-        assert self._process is not None
+        """Whether it was, in the call that the seam spoke of: any other would be luck."""
+        if self._process is None:
+            return False
         self._process.wait(_ATTACH)
         text = self._log.read_text(errors="replace")
-        return "killed by SIGKILL" in text if self._kills else "(INJECTED)" in text
+        if self._kills and "killed by SIGKILL" not in text:
+            return False
+        return any(self._name in line and (self._kills or "(INJECTED)" in line) for line in text.splitlines())
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -90,10 +93,7 @@ def judge_traced(item: Item, known: Known, folder: str) -> Judged:
 
     def once_more(strike: _Strace | None) -> Any:
         other = judge(item, known, folder, strike) if strike is not None else judge(item, known, folder)
-        judged.runs += other.runs
-        judged.hangs += other.hangs
-        judged.violations += other.violations
-        judged.logs += other.logs
+        judged.add(other)
         return other.verdicts
 
     for _ in range(_TRIES):

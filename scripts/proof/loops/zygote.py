@@ -112,17 +112,24 @@ class Pool:
 # -- inside --------------------------------------------------------------------------------------------------------------
 
 def surely(item: Item, known: Known, folder: str) -> Judged:
-    """``judge``; what was noticed late is looked at again, because this machine may have been busy."""
+    """``judge``; what was noticed late is looked at again, because this machine may have been busy, and so is a fault that did
+    not fire, because threads take turns as they like. Everything but what is beyond the last operation must fire, and every
+    run must have been checked."""
     make = judge_traced if item.traced else judge
     judged = make(item, known, folder)
+    if not judged.fired and item.strike.n <= known.count(item.strike) and not judged.violations:
+        again = make(item, known, folder)
+        judged.noticed = again.noticed
+        judged.add(again)
     for _ in range(2):
         if judged.noticed is None or judged.noticed <= NOTICED or judged.violations:
             break
         second = make(item, known, folder)
-        judged.runs += second.runs
-        judged.violations += second.violations
+        judged.add(second)
         if second.noticed is not None:
             judged.noticed = min(judged.noticed, second.noticed)
+    if not judged.checked:
+        judged.violations.append("the checker did not run")
     if judged.noticed is not None and judged.noticed > NOTICED:
         judged.violations.append(f"I6: noticed only after {judged.noticed:.2f} s")
     word = complaint(item, known, judged.fired)

@@ -9,9 +9,12 @@ import shutil
 
 from scripts.proof import packages
 from scripts.proof.layer import Budget, Layer, Result
+from scripts.proof.peers.known import PEERS
 from scripts.proof.peers.table import Row, rows
 
 ROW_SECONDS = 150.0
+ENOUGH = 5
+"""Fewer other libraries than these are no comparison. Rows of one library count once."""
 
 
 def _missing() -> str | None:
@@ -33,7 +36,7 @@ def violations(row: Row) -> list[str]:
 
 
 def _run(budget: Budget) -> Result:
-    result, done, failed = Result("peers"), [], []
+    result, done, failed, measured = Result("peers"), [], [], set[str]()
     for row in rows(seed=budget.seed):
         result.runs += 1 + row.cuts
         result.states += sum(tally.generated for tally in row.tallies.values())
@@ -43,10 +46,16 @@ def _run(budget: Budget) -> Result:
             failed.append(f"{row.peer.name} ({row.failed})")
         else:
             done.append(row.peer.name)
+            measured |= set() if row.peer.ours else {row.peer.program}
         if budget.left < ROW_SECONDS:
             break
+    reached = len(done) + len(failed)
+    left = [peer.name for peer in PEERS[reached:]]
+    if len(measured) < ENOUGH:
+        result.violations.append(f"peers: {len(measured)} other libraries ran, fewer than {ENOUGH}")
     result.seconds = budget.seconds - budget.left
-    result.covers = f"seed {budget.seed}: {', '.join(done)}" + (f"; did not run: {', '.join(failed)}" if failed else "")
+    result.covers = f"seed {budget.seed}: {', '.join(done)}" + "".join(
+        f"; {what}: {', '.join(names)}" for what, names in (("did not run", failed), ("no time was left for", left)) if names)
     return result
 
 

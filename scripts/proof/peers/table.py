@@ -153,7 +153,8 @@ NOTES = """How to read it
 - kill: the process dies, nothing is lost. ordered: as ext4 and XFS journal, names survive as a prefix, and an fsync of
   anything makes all earlier names durable; bytes that were not fsynced are all there, gone, zeros or half there. weak: what
   POSIX promises and no more, any subset of the names that were not fsynced. real: the file system is shut down (ioctl) right
-  after the last save returned; the number of files is that of the newest acknowledged save.
+  after the last save returned; the number of files is that of the newest acknowledged save. That
+  asks whether what was acknowledged is there, and no more: cuts inside a save on real file systems are l3-shutdown's.
 - States are distinct ones, told apart by what the peer's rule can see. They are sampled (at most {states} per step and mode),
   so shares of bad states are not probabilities. Cuts after the last acknowledgement are left out.
 
