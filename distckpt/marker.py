@@ -378,7 +378,9 @@ def glance(data: bytes, path: str = "commit.json", key: bytes | None = None) -> 
 
 
 def _glance(data: bytes, path: str, key: bytes | None) -> Glance | None:
-    if len(data) >= SIZE_LIMIT or not _is_sealed(data) or key is not None and _signature_problem(data, key):
+    if len(data) >= SIZE_LIMIT or not data.startswith(_START) or not _is_sealed(data):
+        return None
+    if key is not None and _signature_problem(data, key):
         return None
     value = _load(data)
     body, rows = value["body"], value["body"]["files"]

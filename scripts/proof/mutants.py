@@ -1,4 +1,5 @@
-"""The mutants: each ordering rule of the code is broken in turn, in a copy, and some layer must turn red.
+"""The mutants: each ordering rule of the code, and each check of the files that read what others wrote, is broken in turn, in a
+copy, and some layer must turn red.
 
 ``mutations`` makes them from the code; each is put into a copy of the repository and shown to the detectors, cheapest first,
 until one finds it. One that hangs is found. What no detector finds is a violation, unless ``equivalent.toml`` says why the
@@ -34,6 +35,7 @@ import tomllib
 from scripts.proof.detect import family
 from scripts.proof.layer import Budget, Layer, Result
 from scripts.proof.mutations import FILES, Mutant, made
+from scripts.proof.nearest import nearest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -43,55 +45,6 @@ _PATIENCE = 60.0
 """Seconds that a detector may take beyond four times what it took on the code as it is."""
 _LIMIT = 900.0
 _FLAKES = 4
-
-_OWN: dict[str, str] = {
-    "saving/commit.py": "order commit recovery links",
-    "saving/committer.py": "begin afterwards links commit hooks proof/domains_saves ranks/framework_files "
-                            "ranks/disagreement ranks/decision",
-    "saving/transaction.py": "hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision "
-                             "ranks/failures",
-    "saving/files.py": "rank_files framework_files links payloads",
-    "saving/piecewriter.py": "rank_files syncs payloads",
-    "saving/links.py": "links proof/links",
-    "saving/finaliser.py": "threads ranks/background_failures hooks",
-    "saving/saver.py": "begin ranks/decision ranks/failures hooks options ranks/domains",
-    "durable.py": "syncs durable crashfs recovery",
-    "ordered.py": "durable crashfs syncs recovery patience",
-    "removal.py": "durable recovery rotation",
-    "owned.py": "order owned rotation afterwards commit links begin proof/domains_saves proof/domains",
-    "rootdir.py": "owned patience",
-    "saving/compare.py": "begin patience ranks/framework_files",
-    "saving/unclaimed.py": "ranks/framework_files",
-    "domains/parts.py": "proof/domains_saves proof/domains ranks/domains",
-    "domains/opening.py": "proof/domains domains ranks/domains",
-    "domains/retire.py": "proof/domains_saves proof/domains ranks/domains",
-    "domains/probe.py": "proof/domains ranks/domains",
-    "domains/standing.py": "domains proof/domains",
-    "patience.py": "patience proof/stale_files",
-    "pace.py": "pace",
-    "launch/ending.py": "launch",
-    "launch/signals.py": "signals",
-    "payloads/standin.py": "framework_writers framework_files",
-    "payloads/memory.py": "framework_writers framework_files",
-    "recovery.py": "order recovery proof/domains proof/domains_saves",
-    "rotation.py": "order rotation leases",
-    "janitor.py": "threads order leases rotation",
-    "ownership.py": "threads fencing ownership",
-    "leases.py": "leases",
-    "coordination/gate.py": "gate background",
-    "coordination/rounds.py": "rounds ranks/decision",
-    "coordination/group.py": "rounds bootstrap",
-    "background.py": "threads gate background ranks/background_failures ranks/one_step",
-    "afterwards.py": "threads afterwards",
-    "together.py": "together",
-}
-"""The tests nearest to each file, those that take least first; of ``tests/unit`` unless they say otherwise."""
-
-
-def _nearest(file: str) -> tuple[str, ...]:
-    places = [name.rpartition("/") for name in _OWN[file].split()]
-    return tuple(f"tests/{folder or 'unit'}/test_{name}.py" for folder, _, name in places)
-
 
 def _unit(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/unit/test_{name}.py" for name in names)
@@ -111,7 +64,7 @@ class Detector:
     def told(self, file: str) -> tuple[str, ...]:
         if self.name != "own":
             return self.command
-        return ("pytest", "-k", "not nth_operation and not broken_order", *_nearest(file))
+        return ("pytest", "-k", "not nth_operation and not broken_order", *nearest(file))
 
 
 DETECTORS = (
@@ -162,7 +115,7 @@ def _silent(line: str, one: Finding | None) -> None: ...
 
 
 def explained() -> list[dict[str, str]]:
-    """What ``equivalent.toml`` says: ``file``, ``where``, ``text``, ``why`` and, of two that change places, ``with``."""
+    """What ``equivalent.toml`` says: ``file``, ``where``, ``text``, ``why``; ``with``, of two that change places; ``within``."""
     entries: list[dict[str, str]] = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("equivalent", [])
     return entries
 
@@ -177,7 +130,8 @@ def speaks_of(entry: dict[str, str], mutant: Mutant) -> bool:
         return _flat(is_there).startswith(said[:-4]) if said.endswith(" ...") else _flat(is_there) == said
 
     return (entry["file"], entry["where"]) == (mutant.file, mutant.where) and same(entry["text"], mutant.original) and (
-        same(entry["with"], mutant.mutated) if "with" in entry else mutant.kind != "swapped")
+        same(entry["with"], mutant.mutated) if "with" in entry else mutant.kind != "swapped") and same(
+            entry.get("within", mutant.within), mutant.within)
 
 
 class Copy:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from scripts.proof import detect, mutants
+from scripts.proof.guards import GUARDED
 from scripts.proof.layer import Budget
 from scripts.proof.mutants import REPOSITORY, Copy, Detector, Hunt, explained, ordered, speaks_of
-from scripts.proof.mutations import FILES, PICKED, Mutant, made
+from scripts.proof.mutations import FILES, LEFT_OUT, PICKED, Mutant, made
+from scripts.proof.nearest import nearest
 
 PACKAGE = REPOSITORY / "distckpt"
 
@@ -32,6 +34,10 @@ def one(among: list[Mutant], where: str, original: str, mutated: str = "pass") -
 def test_every_file_of_the_ordering_code_gives_some_and_each_is_another_program(all_of_them: list[Mutant]) -> None:
     assert len(all_of_them) > 200
     assert {mutant.file for mutant in all_of_them} == set(FILES)
+    every = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py")) if "testing" not in path.parts]
+    others = {mutant.file for mutant in made(PACKAGE, [file for file in every if file not in FILES])}
+    assert others == set(LEFT_OUT), "a file for which the rules find something is tried, or left out with a reason"
+    assert all(len(reason) > 15 for reason in LEFT_OUT.values()) and set(GUARDED) <= set(FILES)
     changed = set()
     for mutant in all_of_them:
         source = (PACKAGE / mutant.file).read_bytes()
@@ -57,6 +63,29 @@ def test_the_rules_that_the_design_names_are_among_them(all_of_them: list[Mutant
     assert len([m for m in all_of_them if m.kind == "picked"]) == len(PICKED)
 
 
+def test_every_check_of_the_files_that_read_what_others_wrote_is_among_them(all_of_them: list[Mutant]) -> None:
+    def has(file: str, where: str, original: str, put: str, within: str = "") -> None:
+        found = [m for m in all_of_them if (m.file, m.where, m.put) == (file, where, put.encode())
+                 and m.original.startswith(original) and m.within.startswith(within)]
+        assert len(found) == 1, (file, where, original, found)
+
+    has("marker.py", "parse", "not _is_sealed(data)", "False")
+    has("marker.py", "_glance", "not _is_sealed(data)", "False", "len(data) >= SIZE_LIMIT or")
+    has("marker.py", "_glance", "0 <= rank < RANK_LIMIT", "True", "not (type(size)")
+    has("marker.py", "_files", "RANK_LIMIT", "(1 << 62)", "_whole(rank")
+    has("layout.py", "member_path_problem", "_DOTS.search(path)", "False")
+    has("layout.py", "run_problem", "None if 0 < len(run)", "None")
+    has("catalog.py", "read_marker", "_marker.SIZE_LIMIT", "(1 << 62)")
+    has("catalog.py", "check_file", "seen.kind != \"file\"", "False")
+    has("durable.py", "Files.append", "NOFOLLOW", "0")
+    has("beneath.py", "module", "getattr(os, \"O_NOCTTY\", 0)", "0")
+    has("beneath.py", "open_below", "_NO_XDEV if one_mount else 0", "0")
+    has("trust.py", "_read", "mode & _OTHERS_WRITE", "False")
+    has("coordination/store.py", "decode", "len(data) > VALUE_LIMIT", "False")
+    has("payloads/dcpread.py", "_Unpickler.find_class", "found is None", "False")
+    has("removal.py", "picked", "with files.folder(root", "if True:")
+
+
 def test_two_syncs_with_nothing_between_do_not_change_places(all_of_them: list[Mutant]) -> None:
     for mutant in all_of_them:
         if mutant.kind == "swapped":
@@ -71,7 +100,7 @@ def test_what_is_explained_is_a_mutant_and_has_a_reason(all_of_them: list[Mutant
 
 def test_the_tests_that_a_file_is_shown_first_are_there() -> None:
     for file in FILES:
-        for path in mutants._nearest(file):
+        for path in nearest(file):
             assert (REPOSITORY / path).is_file(), path
 
 

@@ -193,6 +193,15 @@ def test_a_cut_leaves_no_marker_or_a_whole_checkpoint() -> None:
     assert cuts > 8 and committed
 
 
+def test_the_name_of_what_is_adopted_is_durable_though_it_came_after_the_root_was_opened() -> None:
+    disk = crash_disk()
+    root = open_owned(disk, VirtualRuntime())
+    write_payload(disk, f"{ROOT}/step-100/model.pt", b"bytes", durable=False)
+    adopt.adopt(root, examine(disk, LAYOUT, STEP, RUN, "step-100"), "f" * 16)
+    for state in disk.crash_states():
+        assert [e.name for e in catalog.scan(state, LAYOUT, STEP) if e.committed] == ["step-100"]
+
+
 def test_a_failed_sync_adopts_nothing() -> None:
     for op in ("fsync", "fsync_dir", "rename"):
         disk = unsynced()

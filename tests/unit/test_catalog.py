@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,41 @@ from distckpt.errors import MarkerError
 from distckpt.layout import MARKER, Layout, Naming
 from distckpt.marker import FileEntry
 from distckpt.testing.crashfs import CrashFiles, write_payload
-from distckpt.testing.faults import FaultyFiles, fail
+from distckpt.testing.faults import FaultyFiles, call, fail
 from tests.support import ROOT, STEP, attempt_id, crash_disk, make_checkpoint
 
 LAYOUT = Layout.at(ROOT)
+
+
+def test_a_file_that_another_client_removed_while_it_was_open_is_missing_and_one_that_stays_is_in_doubt(disk: CrashFiles) -> None:
+    entry = make_checkpoint(disk, 1, payload={"model.pt": b"weights"}).files[0]
+    stale = fail(errno.ESTALE, op="read", path="model.pt")
+    found = check_file(FaultyFiles(disk, stale), LAYOUT.final("step-1"), entry, digest=True)
+    assert found is not None and not found.certain and found.passing
+    gone = FaultyFiles(disk, call(lambda o: disk.unlink(o.path), op="read", path="model.pt"), replace(stale, seen=0, fired=0))
+    found = check_file(gone, LAYOUT.final("step-1"), entry, digest=True)
+    assert gone.fired and found is not None and found.certain and found.what == "is missing"
+
+
+def test_a_digest_that_this_version_does_not_know_proves_nothing(disk: CrashFiles) -> None:
+    entry = make_checkpoint(disk, 1, payload={"model.pt": b"weights"}).files[0]
+    found = check_file(disk, LAYOUT.final("step-1"), replace(entry, digest="blake9:00"), digest=True)
+    assert found is not None and not found.certain and "'blake9', which this version does not know" in found.what
+
+
+def test_a_record_that_is_seen_late_is_read_to_its_limit_too() -> None:
+    asked: list[int] = []
+
+    class Late(CrashFiles):
+        def read(self, path: str, limit: int) -> bytes:
+            asked.append(limit)
+            if len(asked) == 1:
+                raise FileNotFoundError(errno.ENOENT, "as this client remembers", path)
+            return super().read(path, limit)
+
+    late = Late("/disk")
+    write_payload(late, LAYOUT.record, RootRecord("run", STEP).to_bytes())
+    assert read_record(late, LAYOUT) == RootRecord("run", STEP) and asked == [1 << 20] * 2
 
 
 @pytest.fixture

@@ -78,7 +78,8 @@ def test_what_is_absent_or_of_another_kind_says_so(place: tuple[Files, str]) -> 
         refused(errno.ENOENT)(call)
     for call in (lambda: files.scan(f"{top}/f"), lambda: files.stat(f"{top}/f/x"), lambda: files.open(f"{top}/f/x"),
                  lambda: files.mkdir(f"{top}/f/x"), lambda: files.rmdir(f"{top}/f"), lambda: files.fsync_dir(f"{top}/f"),
-                 lambda: files.rename(f"{top}/d", f"{top}/f")):
+                 lambda: files.rename(f"{top}/d", f"{top}/f"), lambda: files.folder(top, "f"),
+                 lambda: files.folder(top, "").folder("f")):
         refused(errno.ENOTDIR)(call)
     refused(errno.EISDIR)(lambda: files.unlink(f"{top}/d"))
     refused(errno.EISDIR)(lambda: files.rename(f"{top}/f", f"{top}/d"))

@@ -1,5 +1,5 @@
-"""Markers and records that somebody made up: limits, and signatures (RELIABILITY.md, 3.7). Each check here was deleted once and
-turned the test beside it red."""
+"""Markers and records that somebody made up: limits, and signatures (RELIABILITY.md, 3.7). Deleting each check
+in turn is the business of the mutants (``scripts/proof/guards.py``)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from distckpt.durable import REAL, Files
 from distckpt.errors import ConfigError, IntegrityError, MarkerError, NoUsableCheckpoint, RankDisagreement
 from distckpt.layout import MARKER, PATH_DEPTH, Layout, member_path_problem
 from distckpt.removal import remove_tree
+from distckpt.runtime import SYSTEM
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from tests.inprocess import Job, Threads, same_error
 from tests.support import Command, make_checkpoint, make_marker, record_root, restore, same_size, saved
@@ -154,6 +155,12 @@ def test_a_record_of_brackets_is_torn_and_no_crash(tmp_path: Path) -> None:
     Path(layout.record).write_bytes(b"[" * 200_000)
     with pytest.raises(MarkerError):
         catalog.read_record(REAL, layout)
+
+
+def test_an_event_is_one_line_of_no_more_than_its_limit(tmp_path: Path) -> None:
+    layout = record_root(str(tmp_path / "r"))
+    distckpt.journal.Journal(REAL, layout, 1, SYSTEM).event("stacks", text="y" * 100_000)
+    assert os.path.getsize(layout.journal(1)) == 64_001
 
 
 # -- signed markers ----------------------------------------------------------------------------------------------------

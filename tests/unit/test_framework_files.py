@@ -204,3 +204,11 @@ def test_errors_are_held_on_this_thread_only_and_torch_save_is_put_back(tmp_path
         thread.start()
         thread.join()
     assert torch.save is real and isinstance(held.error, RuntimeError) and len(other) == 1
+
+
+def test_an_empty_file_is_not_whole_and_a_package_without_a_line_is(tmp_path: Path) -> None:
+    for name in ("a.bin", "__init__.py"):
+        (tmp_path / name).touch()
+    whole.check(str(tmp_path / "__init__.py"))
+    with pytest.raises(OSError, match="wrote nothing into this file"):
+        whole.check(str(tmp_path / "a.bin"))

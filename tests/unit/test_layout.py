@@ -41,7 +41,7 @@ def test_a_formatted_step_parses_back(template: str, step: int) -> None:
 @pytest.mark.parametrize("template", [
     "step", "", "step-{step}-{step}", "{step}{step}", "step-{Step}", "a/{step}", "../{step}", ".step-{step}", "step-{step}\n",
     " {step}", "{step} ", "step-{step:x}", "step-{step:8d}", "step1{step}", "{step}0", "{step:09999d}", "step-{step", "s-{step}}",
-    "s\0{step}", None, 5])
+    "s\0{step}", "s\nt-{step}", "s{-{step}", None, 5])
 def test_a_naming_that_cannot_tell_steps_apart_is_refused(template: object) -> None:
     with pytest.raises(ConfigError):
         Naming.parse(template)  # type: ignore[arg-type]
@@ -111,6 +111,14 @@ def test_a_file_name_that_may_not_stand_in_a_checkpoint_is_refused(path: object)
 @pytest.mark.parametrize("path", ["a", "a/b/c.pt", ".metadata", "sub/commit.json", "ünï.bin", "a b", "..a", "commit.json.old"])
 def test_ordinary_file_names_are_fine(path: str) -> None:
     assert check_member_path(path) == path
+
+
+@pytest.mark.parametrize(("path", "why"), [
+    ("", "empty or not text"), (7, "empty or not text"), ("/a", "absolute"), ("a\nb", "control character"), ("a/../b", "'..'"),
+    ("\ud800", "UTF-8"), ("x" * 1025, "longer than 1024"), ("/".join("d" * 34), "more than 32"), ("x" * 256, "255 bytes"),
+    (MARKER, "marker's own name")])
+def test_a_refused_file_name_is_told_what_is_wrong_with_it(path: object, why: str) -> None:
+    assert why in (member_path_problem(path) or "")
 
 
 def test_a_rank_file_keeps_its_suffix_last() -> None:

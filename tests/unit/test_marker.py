@@ -62,6 +62,8 @@ def test_no_truncated_marker_is_accepted(read: Any) -> None:
     for size in range(len(data)):
         with pytest.raises(MarkerError):
             read(data[:size])
+    with pytest.raises(MarkerError, match="truncated"):  # rather than what JSON makes of it
+        read(data[:-100])
 
 
 @READERS
@@ -122,7 +124,8 @@ def test_a_manifest_reaches_only_into_its_own_directory(read: Any, name: object)
 @READERS
 @pytest.mark.parametrize("rows", [
     [["a", 1, None, 0], ["a", 1, None, 1]], [["a", -1, None, 0]], [["a", 1.5, None, 0]], [["a", True, None, 0]],
-    [["a", 1, 5, 0]], [["a", 1, None, -1]], [["a", 1, None]], [["a"]], "files", 5, None, [5]])
+    [["a", 1, 5, 0]], [["a", 1, None, -1]], [["a", 1, None, True]],
+    [["a", 1, None, 1.5]], [["a", 1, None]], [["a"]], "files", 5, None, [5]])
 def test_a_manifest_row_is_path_size_digest_rank(read: Any, rows: object) -> None:
     with pytest.raises(MarkerError):
         read(resealed(marker.build(whole()), files=rows))
@@ -142,10 +145,18 @@ def test_a_head_with_a_wrong_identity_is_refused(read: Any, change: dict[str, An
 
 @READERS
 @pytest.mark.parametrize("change", [{"world": -1}, {"world": "2"}, {"metrics": [1]}, {"metrics": {"a": "x"}}, {"lineage": [[1]]},
-                                    {"meta": 5}, {"lineage": 5}, {"time": "noon"}])
+                                    {"meta": 5}, {"lineage": 5}, {"time": "noon"}, {"branch": 5}, {"host": []},
+                                    {"parent": {}}, {"fingerprint": 5}, {"lineage": [[5, 1]]}, {"payload": []}])
 def test_a_malformed_body_is_refused(read: Any, change: dict[str, Any]) -> None:
     with pytest.raises(MarkerError):
         read(resealed(marker.build(whole()), **change))
+
+
+@READERS
+def test_a_marker_has_a_body(read: Any) -> None:
+    text = marker.build(whole()).partition(b',\n"body":')[0] + b',\n"body":[]'
+    with pytest.raises(MarkerError, match="it has no body"):
+        read(text + b',\n"seal":"sha256:' + hashlib.sha256(text).hexdigest().encode() + b'"}\n')
 
 
 @READERS
@@ -168,6 +179,24 @@ def test_the_identity_stands_in_the_first_bytes() -> None:
     big = make_marker(7, 3, payload={f"shard-{n}": b"" for n in range(2000)})
     data = marker.build(big)
     assert len(data) > 20 * marker.HEAD_LIMIT and marker.parse_head(data[:marker.HEAD_LIMIT]) == big.head
+
+
+@READERS
+def test_nothing_stands_before_the_head(read: Any) -> None:
+    """All read the same, however much of it: the first bytes, or all of it as JSON, to which a space is nothing."""
+    text = b" " + marker.build(whole()).rpartition(b',\n"seal":')[0]
+    data = text + b',\n"seal":"sha256:' + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+    assert json.loads(data)["seal"] == marker.seal_of(data)
+    with pytest.raises(MarkerError, match="does not begin with a head"):
+        read(data)
+    for start in (data, b"12345678" + data[len(b'  {"head":') - 1:]):
+        with pytest.raises(MarkerError, match="does not begin with a head"):
+            marker.parse_head(start)
+
+
+def test_a_head_is_looked_for_in_the_first_bytes_only() -> None:
+    with pytest.raises(MarkerError, match="its head is not JSON"):
+        marker.parse_head(resealed(marker.build(whole()), run="r" * marker.HEAD_LIMIT))
 
 
 def test_a_head_that_does_not_fit_is_refused_before_anything_is_written() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from distckpt.coordination import group as coordination_group
 from distckpt.coordination import pulse, rounds, store
@@ -463,6 +464,22 @@ def test_many_missing_ranks_make_one_short_line() -> None:
     assert text.startswith("rank 0 on n0 (pid 7), last seen: write at step 3, 99 bytes so far; rank 1 on n1")
     assert text.endswith("; and 12 more")
     assert describe({3: None}) == "rank 3, last seen: never"
+
+
+def test_a_store_that_times_out_where_nobody_waits_is_gone_and_where_somebody_does_it_is_not() -> None:
+    class Slow(dist.HashStore):  # type: ignore[misc, name-defined]
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistStoreError("Socket Timeout")
+
+        def wait(self, keys: list[str], timeout: Any) -> None:
+            raise dist.DistStoreError("wait timeout after 1ms" if keys == ["a"] else "Connection reset by peer")
+
+    client = Client(Slow(), "")
+    assert client.wait(["a"], 0.001) is False
+    with pytest.raises(CoordinatorLost, match="Socket Timeout"):
+        client.has("a")
+    with pytest.raises(CoordinatorLost, match="Connection reset"):
+        client.wait(["b"], 0.001)
 
 
 def test_only_bounded_json_objects_travel(monkeypatch: pytest.MonkeyPatch) -> None:

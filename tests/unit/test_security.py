@@ -1,5 +1,5 @@
-"""What somebody who may write in the root cannot make us read or delete (RELIABILITY.md, 3.7). Each check here was deleted once
-and turned the test beside it red."""
+"""What somebody who may write in the root cannot make us read or delete (RELIABILITY.md, 3.7). Deleting each
+check in turn is the business of the mutants (``scripts/proof/guards.py``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distckpt.layout import MARKER, Layout, Naming
 from distckpt.removal import discard, remove_tree
 from distckpt.testing.faults import FaultyFiles, call
 from tests.inprocess import Job, Threads, same_error, values, write
-from tests.support import Command, crash_disk, found, make_checkpoint, make_marker
+from tests.support import Command, crash_disk, found, make_checkpoint, make_marker, same_size
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user or to mount")
 PAYLOAD = {"model.pt": b"weights", "sub/optim.pt": b"moments"}
@@ -82,6 +82,18 @@ def test_no_link_stands_for_a_member_or_for_a_directory_on_the_way(opening: str,
     assert problems(checkpoint, digest) == ["sub/optim.pt is a link, not a regular file"]
     with pytest.raises(IntegrityError, match="is a link"):
         found(checkpoint).open("sub/optim.pt")
+
+
+def test_a_file_is_checked_without_being_opened_too(checkpoint: Path) -> None:
+    here = found(checkpoint)
+    here.check("model.pt")
+    same_size(checkpoint / "model.pt", b"evil")
+    here.check("model.pt", digest=False)
+    with pytest.raises(IntegrityError, match="has digest"):
+        here.check("model.pt")
+    os.unlink(checkpoint / "model.pt")
+    with pytest.raises(IntegrityError, match="is missing"):
+        here.check("model.pt", digest=False)
 
 
 def test_a_checkpoint_that_is_a_link_itself_is_none(opening: str, checkpoint: Path) -> None:

@@ -1,5 +1,5 @@
-"""What is read runs nothing, whoever wrote it (RELIABILITY.md, 3.7): files of a checkpoint, and messages of other ranks. Each
-check here was deleted once and turned the test beside it red."""
+"""What is read runs nothing, whoever wrote it (RELIABILITY.md, 3.7): files of a checkpoint, and messages of other ranks.
+Deleting each check in turn is the business of the mutants (``scripts/proof/guards.py``)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 import distckpt
 from distckpt import DCP, Shards, TrainState, catalog, marker
@@ -103,6 +104,15 @@ def test_a_getattr_in_metadata_reaches_nothing_but_the_memory_formats(tmp_path: 
     reseal(directory)
     with pytest.raises(IntegrityError, match="asks for an attribute"):
         dcpread.metadata_of(found(directory))
+
+
+def test_what_is_no_metadata_or_no_member_of_its_formats_is_refused_by_one_error() -> None:
+    for owner, name in ((object, "TORCH_CONTIGUOUS_FORMAT"), (dcpread._FORMATS, "__class__")):
+        with pytest.raises(pickle.UnpicklingError, match="asks for an attribute"):
+            dcpread._format_by_name(owner, name)
+    for value in (torch.Size([1]), Metadata({}, None, [1])):  # type: ignore[arg-type]
+        with pytest.raises(pickle.UnpicklingError, match=f"it holds a {type(value).__name__}"):
+            dcpread.unpickled(io.BytesIO(pickle.dumps(value)))
 
 
 def test_metadata_cannot_send_a_rank_to_other_files(tmp_path: Path) -> None:
