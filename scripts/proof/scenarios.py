@@ -213,7 +213,7 @@ def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
 
 
 def _late(run: Run, strikes: Sequence[Strike], apart: bool, leaves: bool = False, looks: float = 0.0) -> list[str]:
-    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise the deadline counts. Rank 0 waits
+    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise that after the deadline counts. Rank 0 waits
     for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only at
     its deadline, after which ``close`` has one more: first for the save in flight, then for its own round. A rank that
     ``leaves`` by an exception of its program is missed as a killed one is. ``looks``: what a start takes at best."""
@@ -223,7 +223,7 @@ def _late(run: Run, strikes: Sequence[Strike], apart: bool, leaves: bool = False
     strike = strikes[0]
     allowed = _AT_ONCE + looks
     if strike.kind == "stop" or (strike.kind == "kill" and strike.at <= UNKNOWN) or (apart and (strike.kind == "kill" or leaves)):
-        allowed = QUICK.progress * (2 if strike.rank == 0 else 1) + _ASKING + looks
+        allowed += QUICK.progress * (2 if strike.rank == 0 else 1) + _ASKING
     return [f"I6: {strike} was noticed after {seconds:.2f} s, not {allowed:g} s"] if seconds > allowed else []
 
 

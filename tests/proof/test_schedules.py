@@ -498,3 +498,8 @@ def test_every_verdict_was_seen_somewhere() -> None:
     seen = {verdict for run in runs for save in run.saves for verdict in save.told.values()}
     assert {COMMITTED, ABORTED, UNKNOWN} <= seen
 
+
+
+def test_a_rank_that_stops_before_a_gate_is_named_by_the_deadlines_and_a_second() -> None:
+    """The limit of the judge itself was a millisecond too low: the gate, close and the stacks of the stopped one in a row."""
+    all_well([Case.parse("world=3 scenario=stopping seed=3000009000000610 fault=stop:1@25")])
