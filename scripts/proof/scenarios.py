@@ -213,10 +213,11 @@ def noticed(run: Run, strikes: Sequence[Strike]) -> float | None:
 
 
 def _late(run: Run, strikes: Sequence[Strike], apart: bool, leaves: bool = False, looks: float = 0.0) -> list[str]:
-    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise that after the deadline counts. Rank 0 waits
-    for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it* stands still shows only at
-    its deadline, after which ``close`` has one more: first for the save in flight, then for its own round. A rank that
-    ``leaves`` by an exception of its program is missed as a killed one is. ``looks``: what a start takes at best."""
+    """I6, of a single fault: a kernel that can tell is believed within a second, and otherwise that after the deadline
+    counts. Rank 0 waits for an answer at a gate, and asks for stacks before it raises, five seconds each; and that *it*
+    stands still shows only at its deadline, after which ``close`` has one more: first for the save in flight, then for its
+    own round. A rank that ``leaves`` by an exception of its program is missed as a killed one is. ``looks``: what a start
+    takes at best."""
     seconds = noticed(run, strikes)
     if seconds is None or len(strikes) != 1:
         return []
