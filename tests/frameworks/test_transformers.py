@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from distckpt.durable import REAL
 from distckpt.errors import ConfigError, DiskFull, SaveError, WorldMismatch
+from distckpt.options import Seams
 from distckpt.payloads import memory
+from distckpt.testing.faults import FaultyFiles
 from tests.frameworks.alone import FSDP2, TRAINERS, before
 from tests.frameworks.hftools import (
     Faults,
@@ -116,6 +119,23 @@ def test_B32_story(stage: Stage, tmp_path: Path) -> None:
     plain = story.plain()
     for background in (False, True):
         story.whole(plain, background)
+
+
+def moves(rank: int, world: int, root: str) -> tuple[list[str], set[str]]:
+    """The names that directories of this rank's got, and the staging directories in which its files were made."""
+    files = FaultyFiles(REAL)
+    made(root, Job(seams=Seams(files=files)), max_steps=4).train()
+    renamed = [os.path.relpath(o.other, root) for o in files.log if o.op in ("rename", "exchange")]
+    return ([name for name in renamed if name.startswith("checkpoint-") and "/" not in name],
+            {o.path.partition("/checkpoint-")[0] for o in files.log if "/staging/" in o.path and "/checkpoint-" in o.path})
+
+
+@pytest.mark.xdist_group("transformers")
+def test_B33_rank_0_alone_names_what_both_wrote_into_one_directory_of_its_making(stage: Stage, tmp_path: Path) -> None:
+    """trl issue 2787: each rank moved a temporary directory of its own to checkpoint-50."""
+    (named, mine), (others, theirs) = stage.values(2, moves, str(tmp_path / "root"))
+    assert named == ["checkpoint-2", "checkpoint-4"] and others == []
+    assert theirs <= mine and len(theirs) == 2, (mine, theirs)
 
 
 def bug() -> AbstractContextManager[None]:
