@@ -59,7 +59,7 @@ _OWN: dict[str, str] = {
     "coordination/pulse.py": "rounds ranks/failures ranks/missing ranks/decision",
     "coordination/listener.py": "rounds gate ranks/failures ranks/leaving ranks/one_step",
     "requests.py": "cli_request ranks/triggers",
-    "resume.py": "order selection ranks/disagreement ranks/resume",
+    "resume.py": "start order selection ranks/disagreement ranks/resume",
     "behind.py": "staging writer background ranks/background_failures ranks/one_step",
     "status.py": "afterwards threads ranks/background_failures",
     "manager.py": "begin background rotation ranks/background_failures",
