@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from distckpt import timing
+import distckpt
+from distckpt import journal, timing
 from distckpt.coordination.gate import Act
 from distckpt.durable import REAL
 from distckpt.layout import Layout
@@ -176,3 +177,9 @@ def test_what_the_journal_holds_that_is_no_number_is_passed_over() -> None:
     assert pace.stop_seconds() is None and pace.save_seconds is None
     pace.recall([{"event": "committed", "seconds": 4, "step_seconds": None, "since_stop": "x"}])
     assert pace.stop_seconds() == 4.0
+
+
+def test_the_journal_holds_how_long_a_close_took(tmp_path: Path) -> None:
+    distckpt.CheckpointManager(tmp_path / "r").close()
+    released = [event for event in journal.read(REAL, Layout.at(tmp_path / "r")) if event["event"] == "released"]
+    assert len(released) == 1 and released[0]["seconds"] >= 0

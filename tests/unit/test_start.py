@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
 import distckpt
 from distckpt import owned
@@ -46,3 +47,16 @@ def test_a_root_that_a_rank_may_not_read_is_said_at_once_and_what_passes_is_look
     files.faults[:] = [fail(errno.ESTALE, op="read", path="/nonce")]
     distckpt.CheckpointManager(tmp_path / "r", seams=Seams(files=files)).close()
     assert files.fired
+
+
+def test_S8_what_a_run_goes_on_from_is_made_durable_by_the_run_itself(tmp_path: Path) -> None:
+    """It was perhaps copied here, or its last fsync failed: what is trained from now on rests on it."""
+    with distckpt.CheckpointManager(tmp_path / "r") as manager:
+        manager.save(1, {"a": torch.zeros(3)})
+    files = FaultyFiles()
+    with distckpt.CheckpointManager(tmp_path / "r", seams=Seams(files=files)) as manager:
+        assert manager.resume().step == 1
+        synced = {o.path for op in ("fsync_file", "fsync_dir") for o in files.operations(op)}
+    directory = tmp_path / "r" / "step-1"
+    standing = {str(path) for path in (directory, *directory.rglob("*"))}
+    assert standing <= synced and len(standing) == 3
