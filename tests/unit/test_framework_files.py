@@ -99,6 +99,15 @@ def test_a_file_cut_off_anywhere_is_found_out(tmp_path: Path, name: str, make: A
     whole.check(str(path.with_suffix(".txt")))
 
 
+def test_a_header_that_says_it_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)  # all of it is there, of zeros
+    with pytest.raises(OSError, match="its header is cut off"):
+        whole.check(str(path))
+
+
 # -- memory --------------------------------------------------------------------------------------------------------------
 
 
