@@ -299,8 +299,8 @@ def test_on_another_host_a_rank_that_leaves_by_an_exception_is_missed_at_the_dea
 
 @pytest.mark.parametrize("fault, apart, seconds, late", [
     ("kill:1@9", False, 0.9, False), ("kill:1@9", False, 1.1, True),
-    ("kill:1@9", True, 29.9, False), ("kill:1@9", True, 30.1, True), ("kill:1@2", False, 29.9, False),
-    ("stop:1@9", False, 30.1, True), ("stop:0@9", False, 49.9, False), ("stop:0@9", False, 50.1, True),
+    ("kill:1@9", True, 30.9, False), ("kill:1@9", True, 31.1, True), ("kill:1@2", False, 30.9, False),
+    ("stop:1@9", False, 31.1, True), ("stop:0@9", False, 50.9, False), ("stop:0@9", False, 51.1, True),
     ("fail:0@9:EIO", True, 1.1, True), ("slow:0@9:0.5", False, 100.0, False), ("stop:1@9:45", False, 100.0, False)])
 def test_what_is_noticed_late(fault: str, apart: bool, seconds: float, late: bool) -> None:
     strike = Strike.parse(fault)

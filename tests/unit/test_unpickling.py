@@ -24,7 +24,7 @@ from distckpt.durable import REAL
 from distckpt.errors import CoordinationError, IntegrityError, ResumeError
 from distckpt.layout import MARKER
 from distckpt.marker import FileEntry
-from distckpt.payloads import dcpread
+from distckpt.payloads import dcpread, whole
 from tests.inprocess import Job, values, write
 from tests.support import found, restore, same_size, saved
 
@@ -179,7 +179,7 @@ def test_the_control_plane_knows_no_pickle() -> None:
 def test_unpickling_is_restricted_wherever_it_is_done() -> None:
     """``torch.load`` says ``weights_only=True``; ``pickle`` is used by the modules named here and by no other."""
     own_child = {"saving/writer.py", "testing/forks.py"}  # a socket pair or a pipe with a process that it started itself
-    allowed = {"payloads/dcpread.py", "payloads/loadable.py", *own_child}
+    allowed = {"payloads/dcpread.py", "payloads/loadable.py", "payloads/whole.py", *own_child}
     home = Path(distckpt.__file__).parent
     for path in sources():
         name = str(path.relative_to(home))
@@ -200,6 +200,15 @@ def test_unpickling_is_restricted_wherever_it_is_done() -> None:
 def test_what_is_no_object_of_json_is_an_error_of_ours(data: bytes) -> None:
     with pytest.raises(CoordinationError):
         decode(data)
+
+
+def test_looking_for_the_end_of_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(pickle.dumps([Evil(tmp_path / "ran"), {"a": 1}]))
+    whole.check(str(metadata))
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(metadata.read_bytes())
+    assert (tmp_path / "ran").exists(), "it would have"
 
 
 def test_a_pickle_in_the_store_runs_nothing_and_is_an_error_on_every_rank(tmp_path: Path) -> None:
