@@ -80,7 +80,7 @@ class Saver:
         begun, cpu = time.perf_counter(), time.thread_time()
         stall, handle = self.begin(background=True)
         cpu = time.thread_time() - cpu
-        handle.result()
+        handle.result() if handle is not None else self.manager.wait()  # a Trainer's save returns nothing
         durable = time.perf_counter() - begun
         self.end()
         return stall, durable, cpu
