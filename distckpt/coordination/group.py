@@ -41,17 +41,16 @@ class Group:
         group = cls(bootstrap, runtime, patience)
         try:
             with group.rounds.call("start") as call:
-                verdict = call.round({"identity": group.identity.to_json(), "version": distckpt.__version__}, _meet, timeout)
+                verdict = call.round({"identity": group.identity.to_json(), "restarts": runtime.restarts(),
+                                      "version": distckpt.__version__}, _meet, timeout)
         except BaseException:
             group.abandon()
             raise
         finally:
             bootstrap.met()
         group.identities = {int(r): Identity.from_json(v) for r, v in verdict["identities"].items()}
-        restarts = sum(group.identities[leader].elastic for leader in group.leaders)
-        if restarts != group.identity.elastic:
-            runtime.recount(restarts)
-            group.identity = runtime.identity()
+        runtime.recount(sum(verdict["restarts"][str(leader)] for leader in group.leaders))
+        group.identity = runtime.identity()
         if group.rank == 0:
             group.pulse.identities = {r: i for r, i in group.identities.items() if r != 0}
         return group
@@ -156,4 +155,5 @@ class Group:
 
 def _meet(reports: dict[int, Report]) -> Report:
     require_same(reports, {"version": "the distckpt version"}, "start")
-    return {"identities": {str(rank): report["identity"] for rank, report in reports.items()}}
+    return {what: {str(rank): report[one] for rank, report in reports.items()}
+            for what, one in (("identities", "identity"), ("restarts", "restarts"))}

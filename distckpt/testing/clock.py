@@ -168,6 +168,9 @@ class VirtualRuntime:
     def identity(self) -> Identity:
         return self.me
 
+    def restarts(self) -> int:
+        return self.me.elastic
+
     def recount(self, elastic: int) -> None:
         """Who this process is was said when it was made."""
 

@@ -161,6 +161,9 @@ class SimRuntime:
     def identity(self) -> Identity:
         return self.me
 
+    def restarts(self) -> int:
+        return self.me.elastic
+
     def recount(self, elastic: int) -> None:
         """Who this process is was said when it was made."""
 

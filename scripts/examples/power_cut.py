@@ -47,4 +47,6 @@ def cut(run: Run, root: str, said: str = "SAVED") -> tuple[int, list[str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     print(cut(record(Path(sys.argv[1]).absolute(), *sys.argv[2:]), f"{Path(sys.argv[1]).absolute()}/run"))

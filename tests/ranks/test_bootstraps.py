@@ -246,3 +246,17 @@ def test_a_forked_child_never_acts_for_its_parent(world: int, tmp_path: Path) ->
         assert record["close"] == record["exit"] == record["raised"] == "None" and record["read"] == "1"
         assert record["steps"] == [1, 2, 3, 4] and record["released"]
         assert all(os.waitstatus_to_exitcode(record[how]) == 7 for how in ("leaves", "raises", "exits")), record
+
+
+def _twice(rank: int, world: int, root: str) -> list[int]:
+    os.environ.update(DISTCKPT_HOST=f"node-{rank}", TORCHELASTIC_RESTART_COUNT=str(1 + rank))
+    for _ in range(2):
+        with distckpt.CheckpointManager(root):
+            pass
+    owners = sorted(Path(root, ".distckpt/owner").glob("*.json"))
+    return [json.loads(path.read_text())["identity"]["elastic"] for path in owners]
+
+
+def test_restarts_by_torchrun_are_summed_over_the_nodes_and_not_over_managers(tmp_path: Path) -> None:
+    """Each agent counts its own. What the first manager summed up is not a rank's own count when the second one asks."""
+    assert values(run(2, _twice, str(tmp_path / "root")))[0] == [3, 3]
