@@ -270,8 +270,15 @@ class Transaction:
             failures[rank] = (RankFailure(**{**asdict(known), "message": f"{known.message}; then, {what}"}) if known is not None
                               else RankFailure(rank, type(absence).__name__, what, str((beat or {}).get("host")),
                                                int((beat or {}).get("pid") or 0), str((beat or {}).get("phase"))))
-        failures = {r: self._with_needs(_with_both(f, self._directory, reports)) for r, f in failures.items()}
+        failures = {r: self._with_needs(_with_both(f, self._directory, self._beside(r, reports))) for r, f in failures.items()}
         return save_error(self.request.step, go.attempt, failures, self._group.world)
+
+    def _beside(self, rank: int, reports: dict[int, Report]) -> dict[int, Report]:
+        """Of the ranks that write where ``rank`` does: on nodes' own disks a replicated file stands once on each."""
+        if self._parts is None:
+            return reports
+        ranks = next(ranks for ranks in self._parts.domains.all if rank in ranks)
+        return {rank: report for rank, report in reports.items() if rank in ranks}
 
     def _with_needs(self, failure: RankFailure) -> RankFailure:
         if not failure.disk_full or failure.needed is not None:

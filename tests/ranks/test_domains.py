@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,18 @@ def test_nodes_that_are_not_those_of_the_save(tmp_path: Path) -> None:
     text = errors(run(2, _shared, home), ConfigError)
     assert "rank 1 on node-1 does not see what rank 0 wrote there" in text and "storage='node-local'" in text
     assert "Fine on: node-0 (rank 0, on " in text and "on another storage: node-1 (rank 1, on " in text
+
+
+def _one_fails(rank: int, world: int, home: str) -> str:
+    with manager_on(home, rank) as manager:
+        with pytest.raises(distckpt.SaveError) as told, manager.saving(1) as files:
+            path = files.shared("vocab.json")
+            Path(path).write_text("of this node")
+            if rank == 1:
+                raise OSError(errno.EIO, "Input/output error", path)
+        return str(told.value)
+
+
+def test_a_file_that_each_node_has_and_that_fails_on_one_is_not_said_to_be_of_two_writers(tmp_path: Path) -> None:
+    for text in values(run(2, _one_fails, str(tmp_path))):
+        assert "failed on rank 1" in text and "vocab.json" in text and "both wrote" not in text, text
