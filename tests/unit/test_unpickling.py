@@ -8,6 +8,8 @@ import dataclasses
 import io
 import os
 import pickle
+from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +204,18 @@ def test_what_is_no_object_of_json_is_an_error_of_ours(data: bytes) -> None:
         decode(data)
 
 
+class Marked(set[int]):
+    """Pickled with its elements, which are added one by one."""
+
+
+class Level(Enum):
+    HIGH = 1
+
+
 def test_looking_for_the_end_of_a_pickle_runs_nothing_of_it(tmp_path: Path) -> None:
     metadata = tmp_path / ".metadata"
-    metadata.write_bytes(pickle.dumps([Evil(tmp_path / "ran"), {"a": 1}]))
+    odd = [Evil(tmp_path / "ran"), {"a": {1}}, OrderedDict(a=1), Marked({1, 2}), Path("x"), torch.float32, Level.HIGH, 1j]
+    metadata.write_bytes(pickle.dumps(odd))
     whole.check(str(metadata))
     assert not (tmp_path / "ran").exists()
     pickle.loads(metadata.read_bytes())
