@@ -14,9 +14,11 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from distckpt.coordination.marks import DESCRIPTOR as MARK
+from distckpt.coordination.marks import mark as mark
 
 WRITES = ("write", "pwrite64", "writev", "pwritev", "pwritev2", "ftruncate", "truncate", "fallocate", "sendfile",
           "copy_file_range", "splice")
@@ -29,9 +31,6 @@ LINKS = ("link", "linkat", "symlink", "symlinkat")
 DESCRIPTORS = ("lseek", "dup", "dup2", "dup3", "fcntl", "close", "clone", "clone3", "fork", "vfork")
 HIDDEN = ("mmap", "io_uring_setup", "io_submit", "ioctl")
 CALLS = (*WRITES, *SYNCS, *OPENS, *RENAMES, *UNLINKS, *MKDIRS, *LINKS, *DESCRIPTORS, *HIDDEN)
-
-MARK = 1023
-"""The descriptor that is never open: a write to it fails, costs nothing, and stands in the trace with its text."""
 
 _CALL = re.compile(r"^(\d+) +(\w+)\((.*)$", re.S)
 _RESUMED = re.compile(r"^(\d+) +<\.\.\. (\w+) resumed>(.*)$", re.S)
@@ -46,12 +45,6 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f"}
 
 class TraceError(Exception):
     """The trace cannot be read as what happened, so nothing may be concluded from it."""
-
-
-def mark(text: str) -> None:
-    """Put ``text`` into the trace of this process, as a ``replay.Mark``; without a trace it does nothing."""
-    with suppress(OSError):  # EBADF is what makes it harmless
-        os.write(MARK, text.encode())
 
 
 def unescape(text: str) -> bytes:
