@@ -59,8 +59,10 @@ def test_a_loop_ends_where_nothing_is_left_to_strike(pool: Pool) -> None:
     beyond = Item("sync", Strike(1, "error", known.count(Strike(1, "error", 1)) + schedule.MARGIN, "EIO"))
     (found,) = judged(pool, beyond)
     assert not found.fired and found.violations == []
-    assert schedule.complaint(beyond, known, True) and not schedule.complaint(beyond, known, False)
-    assert schedule.complaint(Item("sync", Strike(1, "error", 1, "EIO")), known, False) == "its fault never fired"
+    reached = found.reached
+    assert reached == known.count(beyond.strike), "it counted itself"
+    assert schedule.complaint(beyond, known, True, reached) and not schedule.complaint(beyond, known, False, reached)
+    assert schedule.complaint(Item("sync", Strike(1, "error", 1, "EIO")), known, False, 0) == "its fault never fired"
 
 
 def broken(pool: Pool) -> dict[str, tuple[Item, str]]:
@@ -206,8 +208,18 @@ def test_a_fault_that_does_not_fire_is_tried_once_more_and_then_a_violation(monk
     assert surely(monkeypatch, Judged(checked=True), Judged(fired=True, checked=True)) == []
     beyond = Item("sync", Strike(0, "error", 11, "EIO"))
     assert surely(monkeypatch, Judged(checked=True), item=beyond) == []
-    read = Item("sync", Strike(0, "read error", 10, "EIO"))  # another rank may have read it
-    assert surely(monkeypatch, Judged(checked=True), Judged(checked=True), item=read) == []
+
+
+def test_which_rank_reads_is_luck_so_a_run_in_which_it_did_not_read_so_often_is_the_end_of_its_loop(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Item("sync", Strike(0, "read error", 10, "EIO"))
+    fewer, missed = Judged(reached=9, checked=True), Judged(reached=10, checked=True)
+    assert surely(monkeypatch, fewer, fewer, item=read) == []
+    assert surely(monkeypatch, fewer, missed, item=read) == ["its fault never fired"]
+    more = Item("sync", Strike(0, "read error", 10 + schedule.margin(read.strike), "EIO"))
+    assert schedule.fitted(more, 0, KNOWN) == more
+    (word,) = surely(monkeypatch, Judged(fired=True, checked=True), item=more)
+    assert word == "there are more operations than the 10 that were counted"
 
 
 def lied_away(monkeypatch: pytest.MonkeyPatch, root: Path, *told: str) -> Judged:

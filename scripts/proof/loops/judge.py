@@ -63,11 +63,13 @@ class Item:
 
 @dataclass
 class Judged:
-    """``fired``: whether the fault went off. ``checked``: whether the checker has looked at all that there was to look at.
+    """``fired``: whether the fault went off; ``reached``: how many operations of its kind its rank came to in this very run.
+    ``checked``: whether the checker has looked at all that there was to look at.
     ``noticed``: seconds until another rank raised, beyond the deadline if one had to pass. ``verdicts``: what tells runs of one
     kind apart: the newest told outcome of each save, and where it resumed. ``jobs``: that was struck, and after it."""
 
     fired: bool = False
+    reached: int = 0
     checked: bool = False
     violations: list[str] = field(default_factory=list)
     hangs: int = 0
@@ -79,6 +81,7 @@ class Judged:
     def add(self, other: Judged) -> None:
         """A further look at the same item: what either found, and it was looked at only if both times it was."""
         self.fired |= other.fired
+        self.reached = max(self.reached, other.reached)
         self.checked &= other.checked
         self.violations += other.violations
         self.hangs += other.hangs
@@ -97,7 +100,7 @@ class Known:
     template: str | None
 
     def count(self, strike: Strike) -> int:
-        return sum(self.reach[strike.rank].get(op, 0) for op in strike.counts)
+        return strike.among(self.reach[strike.rank])
 
 
 def learn(name: str, folder: str) -> Known:
@@ -232,6 +235,7 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
     strike = item.strike
     struck = [line for line in diaries[strike.rank] if line["what"] == "struck"]
     judged.fired = bool(struck)
+    judged.reached = sum(strike.among(line["counts"]) for line in diaries[strike.rank] if line["what"] == "operations")
     story = _story(program, known, diaries)
     if step == LAST:  # the job beside the stopped rank
         story.saves.append(Save(NEXT, known.contents[NEXT], {0: COMMITTED}))

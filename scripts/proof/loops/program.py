@@ -189,9 +189,11 @@ def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Ti
     except Exception as error:  # into the diary, and on as in any program
         diary.error(error)
         raise
+    finally:
+        counts = dict(Counter(operation.op for operation in (*files.log, *files.reads)))
+        diary.note("operations", counts=counts)
     diary.note("closed")
-    order = [(operation.op, os.path.basename(operation.path)) for operation in files.log]
-    return dict(Counter(operation.op for operation in (*files.log, *files.reads))), order
+    return counts, [(operation.op, os.path.basename(operation.path)) for operation in files.log]
 
 
 def _watch_absence(diary: Diary) -> None:

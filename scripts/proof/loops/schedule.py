@@ -13,7 +13,8 @@ from scripts.proof.loops.strikes import ERRNOS, Strike, every
 MARGIN = 3
 """So many n beyond the last operation, to see that a loop has come to its end: threads take turns as they like."""
 
-_READS_VARY = 2
+_READS_VARY = 6
+"""Which rank reads a thing that two may read is a matter of luck: a manifest is five reads, of one rank or of the other."""
 WHOLE = "sync"
 _ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False): 4, ("read error", False): 2,
                    ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
@@ -30,6 +31,10 @@ def stride(program: str, kind: str, forever: bool) -> int:
     return _SAMPLE if program.startswith("dcp") else _ONE_ERRNO_EACH.get((kind, forever), 1)
 
 
+def margin(strike: Strike) -> int:
+    return MARGIN + (_READS_VARY if strike.kind == "read error" else 0)
+
+
 def runs(programs: list[str]) -> list[Item]:
     """All runs, and more: n goes up to a limit that no program reaches, so that a seed means the same wherever it is run.
     The first ones meet every kind of fault, the next ones every kind in every program on every rank."""
@@ -43,7 +48,7 @@ def runs(programs: list[str]) -> list[Item]:
 def fitted(item: Item, seed: int, known: Known) -> Item | None:
     """``item`` if this program has such an operation. Of the first ones, that are to meet every kind, another n is taken."""
     count, strike = known.count(item.strike), item.strike
-    if strike.n <= count + (0 if item.traced else MARGIN):
+    if strike.n <= count + (0 if item.traced else margin(strike)):
         return item
     return replace(item, strike=replace(strike, n=1 + strike.n % count)) if seed < _FIRST and count else None
 
@@ -94,12 +99,13 @@ def _first_of_each(items: list[Item], key: Callable[[Item], object]) -> list[Ite
     return first + rest
 
 
-def complaint(item: Item, known: Known, fired: bool) -> str | None:
+def complaint(item: Item, known: Known, fired: bool, reached: int) -> str | None:
     """A run whose fault never fired proves nothing; a loop whose last fault fired has not come to its end. Writes are as many in
-    every run; which rank reads a thing that two may read is a matter of luck."""
-    count, n = known.count(item.strike), item.strike.n
-    if not fired and n <= count - (_READS_VARY if item.strike.kind == "read error" else 0):
+    every run; of reads the struck rank's own count says how many there were to strike: ``reached``."""
+    strike = item.strike
+    count, n = known.count(strike), strike.n
+    if not fired and n <= (reached if strike.kind == "read error" else count):
         return "its fault never fired"
-    if fired and (n > count + MARGIN - 1 or count > _MOST - MARGIN):
+    if fired and (n > count + margin(strike) - 1 or count > _MOST - margin(strike)):
         return f"there are more operations than the {count} that were counted"
     return None

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distckpt.testing import faults
@@ -38,6 +38,10 @@ class Strike:
         """The operations among which the n-th is struck."""
         return {"read error": READS, "lie": LIES, "short": ("write", "overwrite", "append"), "partial": ("write", "append"),
                 }.get(self.kind, WRITES)
+
+    def among(self, operations: Mapping[str, int]) -> int:
+        """How many of ``operations``, by name, it is counted among."""
+        return sum(operations.get(op, 0) for op in self.counts)
 
     def fault(self, note: Callable[[Operation], None]) -> Fault:
         """For ``FaultyFiles``. ``note`` hears of every operation that is struck, before it is."""

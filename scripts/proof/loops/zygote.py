@@ -132,7 +132,7 @@ def surely(item: Item, known: Known, folder: str) -> Judged:
         judged.violations.append("the checker did not run")
     if judged.noticed is not None and judged.noticed > NOTICED:
         judged.violations.append(f"I6: noticed only after {judged.noticed:.2f} s")
-    word = complaint(item, known, judged.fired)
+    word = complaint(item, known, judged.fired, judged.reached)
     if word:
         judged.violations.append(word)
     return judged
