@@ -1,9 +1,9 @@
 """The part of L0 that is walked whole: every schedule with one delay, every fault at every operation, and every pair of faults.
 
-What the bounds are is ``FAMILIES``: pairs are of one save and of two, on 2 ranks, of a first kill, EIO or lost reply and a later
-kill, EIO or power cut; of the disks that a power cut may leave, two of at most 24 are judged. Each is cut into parts of some
-seconds. A part that was walked is written down with the code it was walked for, so a run that ends early is gone on with, and
-one that finds nothing left to do says so.
+What the bounds are is ``FAMILIES``: pairs are of one save, on 2 ranks and on 3, and of two saves, on 2; of a first kill, EIO or
+lost reply and a later kill, EIO or power cut; of the disks that a power cut may leave, two of at most 24 are judged. Each is cut
+into parts of some seconds. A part that was walked is written down with the code it was walked for, so a run that ends early is
+gone on with, and one that finds nothing left to do says so.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _until_quiet(tally: Tally, case: Case, number: int, strikes: Iterator[Strike
         yield strike, run
 
 
-def _pairs(scenario: str, first: tuple[str, int, str], second: tuple[str, int, str]) -> Family:
-    """Of ``scenario`` on 2 ranks: the first at every operation, and the second at every one that follows. Two disk errors of
-    different ranks have no order in which they are counted: there the second is at every operation."""
+def _pairs(scenario: str, world: int, first: tuple[str, int, str], second: tuple[str, int, str]) -> Family:
+    """Of ``scenario``: the first at every operation, and the second at every one that follows. Two disk errors of different ranks
+    have no order in which they are counted: there the second is at every operation."""
     (kind, rank, value), (later, on, reason) = first, second
 
     def after(at: int, moment: Moment) -> int:
@@ -87,30 +87,31 @@ def _pairs(scenario: str, first: tuple[str, int, str], second: tuple[str, int, s
     def walk(tally: Tally, share: Share) -> None:
         alone = Tally()
         firsts = (Strike(kind, rank, at, value) for at in itertools.count(share.start + 1, share.step))
-        for strike, run in _until_quiet(alone, Case(scenario), 0, firsts):
+        for strike, run in _until_quiet(alone, Case(scenario, world), 0, firsts):
             seconds = (Strike(later, on, at, reason) for at in itertools.count(after(strike.at, run.struck[0])))
-            for _ in _until_quiet(tally, Case(scenario, faults=(str(strike),)), 1, seconds):
+            for _ in _until_quiet(tally, Case(scenario, world, faults=(str(strike),)), 1, seconds):
                 pass
 
     def name(kind: str, rank: int) -> str:
         return {"power": "power cut"}.get(kind, f"{kind} of rank {rank}")
 
-    return Family(f"pairs of {name(kind, rank)}, then {name(later, on)}, of {scenario} on 2 ranks", walk, 16)
+    return Family(f"pairs of {name(kind, rank)}, then {name(later, on)}, of {scenario} on {world} ranks", walk, 16)
 
 
 _KILLS, _ERRORS = [("kill", 0, ""), ("kill", 1, "")], [("fail", 0, "EIO"), ("fail", 1, "EIO")]
 _FIRSTS = [*_KILLS, *_ERRORS, ("lost", 0, "EIO")]
-_SECONDS = [*_KILLS, *_ERRORS, ("power", 0, "")]
-_NEVER = {(rank, rank) for rank in (0, 1)}
-"""A rank that was killed has no second fault."""
+_SECONDS = [*_KILLS, *_ERRORS, ("kill", 2, ""), ("fail", 2, "EIO"), ("power", 0, "")]
+"""The first is of rank 0 or 1: what a third rank meets first, rank 1 meets as well. One that was killed has no second fault."""
 
 FAMILIES: list[Family] = [
     *(_delays(scenario, world) for scenario, world in
       (("two", 2), ("two", 3), ("sync", 2), ("background", 2), ("background", 3))),
     *(_singles(scenario, world) for scenario, world in
-      (("sync", 2), ("background", 2), ("replacing", 2), ("two", 3), ("keeping", 2))),
-    *(_pairs(scenario, first, second) for scenario, first, second in itertools.product(("one", "two"), _FIRSTS, _SECONDS)
-      if not (first[0] == "kill" and second[0] != "power" and (first[1], second[1]) in _NEVER)
+      (("sync", 2), ("background", 2), ("replacing", 2), ("keeping", 2), ("best", 2), ("two", 3), ("sync", 3),
+       ("background", 3))),
+    *(_pairs(scenario, world, first, second) for (scenario, world), first, second in itertools.product(
+        (("one", 2), ("one", 3), ("two", 2)), _FIRSTS, _SECONDS)
+      if second[1] < world and not (first[0] == "kill" and second[0] != "power" and first[1] == second[1])
       and not (first[0] == "fail" and second[0] == "fail" and first[1] > second[1])),
 ]
 

@@ -26,7 +26,8 @@ ROLLING = 1
 class Scenario:
     """``rule`` looks at a run for what only this scenario promises; it is not asked when a process was killed or stopped.
     ``raises``: a rank of this program raises though nothing goes wrong. ``prompt``: its own steps take no time, so that what a
-    fault costs is the library's. ``nodes``: more than one have disks, and kernels, of their own."""
+    fault costs is the library's. ``nodes``: more than one have disks, and kernels, of their own. ``protected``: steps that its
+    policy keeps, once committed, whatever else is."""
 
     program: Program
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Scenario:
     prompt: bool = True
     disk: Callable[[], CrashFiles] = lambda: CrashFiles("/disk")
     nodes: int = 1
+    protected: frozenset[int] = frozenset()
 
     def judge(self, run: Run, faults: Sequence[str], apart: bool = False) -> list[str]:
         """What is wrong with ``run`` beyond what the checker knows."""
@@ -50,9 +52,10 @@ class Scenario:
         return wrong
 
     def simulation(self, world: int = 2, seed: int = 0, **more: Any) -> Simulation:
-        if self.nodes > 1:
-            return Nodes(world, seed, nodes=self.nodes, disk=self.disk, **{**self.options, **more})
-        return Simulation(world, seed, disk=self.disk, **{**self.options, **more})
+        options = {"disk": self.disk, **self.options, **more}
+        made = Nodes(world, seed, nodes=self.nodes, **options) if self.nodes > 1 else Simulation(world, seed, **options)
+        made.pinned |= self.protected
+        return made
 
 
 def bytes_of(rank: int, step: int, text: str = "") -> bytes:
@@ -159,6 +162,16 @@ def keeping(manager: Told, rank: int) -> None:
             rolling.save(step, State(bytes_of(rank, step, "rolling: ")))
 
 
+LOSSES = {1: 0.2, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.5}
+BEST = 2
+
+
+def best(manager: Told, rank: int) -> None:
+    """The best so far outlives its turn, and one that was the best before it does not (I5)."""
+    for step, loss in LOSSES.items():
+        manager.save(step, State(bytes_of(rank, step)), metrics={"loss": loss})
+
+
 def satisfied(manager: Told, rank: int) -> None:
     """A step that is there already is skipped on every rank."""
     manager.save(1, State(bytes_of(rank, 1)))
@@ -250,6 +263,7 @@ SCENARIOS: dict[str, Scenario] = {
     "linking-nfs": Scenario(linking, {"dedup": "link"}, disk=_no_exchange),
     "relinking": Scenario(relinking, {"dedup": "link"}),
     "keeping": Scenario(keeping, {"keeps": {"rolling": ROLLING}}),
+    "best": Scenario(best, {"keep_best": 1}, protected=frozenset({BEST})),
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
     "leaving": Scenario(leaving, raises=True),

@@ -20,6 +20,7 @@ from distckpt.coordination.rounds import Call
 from distckpt.durable import Files
 from distckpt.errors import CoordinatorLost, RankTimeout, SaveError
 from distckpt.options import Timeouts
+from distckpt.retention import KeepBest
 from distckpt.saving import commit
 from distckpt.steps import NOTHING, Todo
 from distckpt.testing.checker import ABORTED, COMMITTED, Save, standing
@@ -357,6 +358,21 @@ def test_a_pin_and_a_second_series_have_what_is_theirs() -> None:
     assert tally.result.runs >= 15 and tally.result.violations == []
 
 
+def test_the_best_one_stays_and_one_that_was_the_best_before_it_does_not() -> None:
+    scenario = SCENARIOS["best"]
+    simulation = scenario.simulation()
+    assert simulation.run(scenario.program).violations == []
+    assert sorted(standing(simulation.tree())) == ["step-1005", "step-2", "step-5"]
+    tally = Tally()
+    for case in sweep("best", 2, ("kill", "power"), 97):
+        tally.run(case)
+    assert tally.result.runs >= 15 and tally.result.violations == []
+
+
+def _nothing_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeepBest, "__call__", lambda *_: {})
+
+
 def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotation sees no lease."""
     monkeypatch.setattr(leases, "leased_attempts", lambda *_: [])
@@ -370,8 +386,10 @@ def _one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         series, [replace(entry, series=series) for entry in entries], *rest))
 
 
-@pytest.mark.parametrize(("fault", "lost"), [(_blind, "I5: step 1 must stand"), (_one_line, "I5: step ")])
-def test_a_rotation_that_takes_what_is_not_its_own_is_found(fault: Callable[[pytest.MonkeyPatch], None], lost: str,
+@pytest.mark.parametrize(("fault", "scenario", "lost"), [
+    (_blind, "keeping", "I5: step 1 must stand"), (_one_line, "keeping", "I5: step "),
+    (_nothing_is_best, "best", "I5: step 2 must stand")])
+def test_a_rotation_that_takes_what_is_not_its_own_is_found(fault: Callable[[pytest.MonkeyPatch], None], scenario: str, lost: str,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    assert any(line.startswith(lost) for line in Case("keeping").run().violations)
+    assert any(line.startswith(lost) for line in Case(scenario).run().violations)
