@@ -239,14 +239,15 @@ def member_of(directory: str, entry: FileEntry) -> tuple[str, str]:
     return top, f"{name}/{entry.path}"
 
 
-def differs(file: Opened, entry: FileEntry, between: Callable[[int], None] | None = None) -> Problem | None:
-    """None when an open file holds the bytes that ``entry`` has the digest of."""
+def differs(file: Opened, entry: FileEntry, between: Callable[[int], None] | None = None,
+            trail: _digest.Trail | None = None) -> Problem | None:
+    """None when an open file holds the bytes that ``entry`` has the digest of, and ``trail`` what a second reading needs."""
     assert entry.digest is not None
     algorithm = _digest.algorithm_of(entry.digest)
     if algorithm not in (_digest.XXH3, _digest.SHA256):
         return Problem(entry.path, f"has a digest by {algorithm!r}, which this version does not know; upgrade distckpt",
                        certain=False)
-    size, text = _digest.of_open(file, between, algorithm, entry.size)
+    size, text = _digest.of_open(file, between, algorithm, entry.size, trail)
     if (size, text) != (entry.size, entry.digest):
         return Problem(entry.path, f"has digest {text}, the marker says {entry.digest}")
     return None

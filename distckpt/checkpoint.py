@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from distckpt import catalog
+from distckpt.digest import Trail
 from distckpt.durable import REAL, Files, Opened
 from distckpt.errors import IntegrityError, MemberMissing, WorldMismatch
 from distckpt.layout import rank_name
 from distckpt.marker import FileEntry, Marker
+from distckpt.reread import Reread
+
+_CHANGED = "was written into after its digest was compared, while it was being loaded: find out what writes there"
 
 
 class Checkpoint:
@@ -121,20 +126,23 @@ class Checkpoint:
         it is not: a regular file, reached through no link, of its size and, with ``digest`` (where the marker has one), of its
         bytes. Local.
 
-        What is read is the file that was checked, whatever becomes of its name meanwhile. Use this, and not a path, for
-        everything that unpickles.
+        What is read is the file that was checked, whatever becomes of its name meanwhile, and where its digest was compared,
+        the bytes that were: one that is written into afterwards is an IntegrityError when it is read. Use this, and not a
+        path, for everything that unpickles.
         """
         entry = self.entry(path)
         self._refuse(entry, catalog.check_file(self._files, self.path, entry))
         file = self._files.member(*catalog.member_of(self.path, entry))
         try:
-            if digest and entry.digest is not None:
-                self._refuse(entry, catalog.differs(file, entry))
-                file.seek(0)
+            if not digest or entry.digest is None:
+                return file
+            trail = Trail(entry.size)
+            self._refuse(entry, catalog.differs(file, entry, trail=trail))
+            return io.BufferedReader(Reread(file, os.path.join(self.path, entry.path), entry.size, trail,
+                                            lambda: self._refused(entry, _CHANGED)))
         except BaseException:
             file.close()
             raise
-        return file
 
     def check(self, path: str, digest: bool = True) -> None:
         """Raise IntegrityError unless the file is what was committed. Local."""
@@ -143,6 +151,8 @@ class Checkpoint:
 
     def _refuse(self, entry: FileEntry, problem: catalog.Problem | None) -> None:
         if problem is not None:
-            raise IntegrityError(f"{self.name}: {problem.path} (rank {entry.rank}'s) {problem.what}; resume falls back to "
-                                 "an older checkpoint, 'distckpt verify --digest' shows all of it",
-                                 files={problem.path: problem.what})
+            self._refused(entry, problem.what)
+
+    def _refused(self, entry: FileEntry, what: str) -> NoReturn:
+        raise IntegrityError(f"{self.name}: {entry.path} (rank {entry.rank}'s) {what}; resume falls back to an older "
+                             "checkpoint, 'distckpt verify --digest' shows all of it", files={entry.path: what})

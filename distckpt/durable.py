@@ -28,6 +28,8 @@ T = TypeVar("T")
 PIECE = 2 << 20
 Opened = io.BufferedReader | io.BytesIO
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
+_PREADV = getattr(os, "preadv", None)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE = 3
@@ -170,6 +172,34 @@ def _open_below(top: str, below: str, flags: int) -> int:
         return _by_name(find)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.path.join(top, below)) from None
+
+
+def read_at(file: Opened, room: memoryview, offset: int, wait: bool = True) -> int:
+    """Fill ``room`` with the bytes of ``file`` from ``offset`` on, and say how many there were: fewer only where it ends. By any
+    number of threads: the file's own position is neither used nor moved. ``wait=False``: those that are in memory, at most."""
+    if isinstance(file, io.BytesIO):
+        found = file.getbuffer()[offset:offset + len(room)]
+        room[:len(found)] = found
+        return len(found)
+    if not wait and (_NOWAIT is None or _PREADV is None):
+        return 0
+    done = 0
+    while done < len(room):
+        try:
+            if _PREADV is not None:
+                count: int = _PREADV(file.fileno(), [room[done:]], offset + done, 0 if wait else _NOWAIT)
+            else:
+                data = os.pread(file.fileno(), len(room) - done, offset + done)
+                room[done:done + len(data)] = data
+                count = len(data)
+        except OSError as error:
+            if wait or error.errno not in (errno.EAGAIN, *_UNSUPPORTED):
+                raise
+            return done
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _stat_of(seen: os.stat_result) -> Stat:

@@ -1,95 +1,175 @@
-"""A file of torch.save's, read straight into the tensors that wait for it: no second copy of the state in memory, and no first
-touch of new memory, which costs more than the read.
+"""Files of tensors, read straight into the tensors that wait for them: no second copy of the state in memory, and no first touch
+of new memory, which costs more than the read.
 
-The offsets are torch's own: a load in fake mode reads the description of the tensors and not their bytes, and says where in the
-file each begins. Only for what is plainly the same on both sides; everything else is loaded as always.
+A file is described first: what it holds, each tensor as one on the device "meta", whose storage says where in the file it
+begins. Only for what is plainly the same on both sides; everything else is loaded as always.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
-import sys
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
+import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from distckpt.durable import PIECE, Opened
+from distckpt.durable import PIECE, Opened, read_at
 from distckpt.payloads import loadable
+from distckpt.reread import Reread
+from distckpt.runtime import SYSTEM
+from distckpt.together import together
 
-log = logging.getLogger(__name__)
+_WORTH = 64 << 10
+"""Bytes of a tensor, on average, from which on it pays: to describe one takes as long as to read so many."""
+_READERS = 4
+_SCRATCH = 8 << 20
 
-_WORTH = 256 << 10
-"""Bytes of a tensor, on average, from which on it pays: to describe one in fake mode takes as long as to read so many."""
-
+Describe = Callable[[Opened], Any]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Rooms = list[tuple[int, Bytes]]
 
 
-def fill(target: dict[Any, Any], file: Opened, what: str) -> bool:
-    """Put what torch.save wrote into ``file``, whose bytes were verified, into ``target``, as ``loadable.fill`` would; False, and
-    nothing was touched, when it must be loaded as a whole."""
-    tensors = [leaf for leaf in tree_leaves(target) if isinstance(leaf, torch.Tensor)]
-    if not tensors or not all(_plain(tensor, torch.Tensor) and tensor.device.type == "cpu" for tensor in tensors):
-        return False
-    if sum(tensor.nbytes for tensor in tensors) < _WORTH * len(tensors) or not _as_in_memory(file):
-        return False
-    file.seek(0)
-    try:
-        with FakeTensorMode():
-            described = torch.load(file, weights_only=True, map_location="cpu")
-    except Exception as error:  # fake mode does not know all that torch saves; a load as a whole says what is wrong with the rest
-        log.debug("%s is loaded as a whole: %s", what, error)
-        return False
-    pairs: Pairs = []
-    if not _match(target, described, pairs):
-        return False
-    for tensor, fake in pairs:
-        storage: Any = fake.untyped_storage()
-        _read(file, storage._checkpoint_offset + fake.storage_offset() * fake.element_size(), tensor)
-    loadable.fill(target, described, what, lambda tensor, fake: None)
-    return True
+def read(target: Mapping[Any, Any], files: Sequence[Opened], describe: Describe) -> list[Any] | None:
+    """What each of ``files`` holds, with tensors of ``target``, which have the values of the file by then, in the place of its
+    own. None, and nothing was touched, when they must be loaded as a whole.
+
+    The digests of all files were found right before this is called, so that one that is damaged leaves the state as it was.
+    """
+    tensors = _tensors(target)
+    if not tensors or sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _WORTH * len(tensors):
+        return None
+    found: list[Any] = []
+    rooms: list[Rooms] = []
+    for file in files:
+        pairs: Pairs = []
+        value = describe(file)
+        if value is None or not _match(target, value, pairs):
+            return None
+        found.append(_placed(target, value))
+        rooms.append([(_begins(fake), tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor, fake in pairs])
+    if _overlap(rooms):
+        return None
+    for file, of_file in zip(files, rooms, strict=True):
+        _pour(file, of_file)
+    return found
 
 
-def _as_in_memory(file: Opened) -> bool:
-    """Whether the bytes of its tensors stand in ``file`` as they would in this machine's memory. ``torch.load`` reads a zip that
-    somebody compressed, and other byte orders, as well."""
-    file.seek(0)
-    try:
-        if torch._C.PyTorchFileReader(file).get_record("byteorder") != sys.byteorder.encode():
-            return False
-        file.seek(0)
-        with ZipFile(file) as archive:
-            return all(entry.compress_type == ZIP_STORED for entry in archive.infolist())
-    except (RuntimeError, BadZipFile):  # it names no order, or is of torch.save's format before the zip
-        return False
+def beginning(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """``tensor``, on the device "meta", as one whose bytes begin at ``offset`` of its file."""
+    storage: Any = tensor.untyped_storage()
+    storage._checkpoint_offset = offset
+    return tensor
+
+
+def _begins(tensor: torch.Tensor) -> int:
+    """Where in its file a described tensor begins. The offset of its storage is torch's own to say."""
+    storage: Any = tensor.untyped_storage()
+    return int(storage._checkpoint_offset) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _match(target: Any, source: Any, pairs: Pairs) -> bool:
     """Whether every tensor of ``source`` has one like it in ``target``; they are added to ``pairs``."""
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
         pairs.append((target, source))
-        return _plain(source, FakeTensor) and target.dtype == source.dtype and target.shape == source.shape
-    if isinstance(target, dict) and isinstance(source, Mapping):
+        return (_plain(target) and type(target) is not FakeTensor and target.device.type == "cpu" and _plain(source)
+                and hasattr(source.untyped_storage(), "_checkpoint_offset")
+                and target.dtype == source.dtype and target.shape == source.shape)
+    if isinstance(target, Mapping) and isinstance(source, dict):
         return all(_match(target.get(key), item, pairs) for key, item in source.items())
     return all(type(leaf) in loadable.PLAIN for leaf in tree_leaves(source))  # a storage, say, was only described as well
 
 
-def _plain(tensor: torch.Tensor, kind: type[torch.Tensor]) -> bool:
+def _plain(tensor: torch.Tensor) -> bool:
     """Whether its values stand in memory, or in the file, one after the other and as they are."""
-    return (type(tensor) in (kind, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-            and not tensor.is_conj() and not tensor.is_neg() and tensor.is_contiguous())
+    return (type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+            and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg() and tensor.is_contiguous())
 
 
-def _read(file: Opened, offset: int, tensor: torch.Tensor) -> None:
-    room = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    file.seek(offset)
-    done = 0
-    while done < len(room):
-        count = file.readinto(room[done:done + PIECE])
-        if not count:
-            raise OSError(errno.EIO, f"it ends {len(room) - done} bytes before a tensor does")
-        done += count
+def _placed(target: Any, source: Any) -> Any:
+    """``source``, which matches, with the tensors of ``target`` for its own."""
+    if isinstance(source, torch.Tensor):
+        return target
+    if isinstance(target, Mapping) and isinstance(source, dict):
+        for key, item in source.items():  # in place, because a module's state dict carries the versions of its parts (_metadata)
+            source[key] = _placed(target.get(key), item)
+    return source
+
+
+def _overlap(rooms: Sequence[Rooms]) -> bool:
+    """Whether two tensors share memory and not the bytes that go there: which of them comes last would be luck."""
+    spans = sorted({(room.ctypes.data, len(room), number, offset)
+                    for number, of_file in enumerate(rooms) for offset, room in of_file if len(room)})
+    return any(one[0] + one[1] > other[0] for one, other in pairwise(spans))
+
+
+# -- the bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _pour(file: Opened, rooms: Rooms) -> None:
+    """Read the bytes of ``file`` from each offset on into its room.
+
+    Several threads read what is in memory, as the file is where its digest was just compared. From the first piece on that is
+    not, one reads the rest: it waits for the disk, which is slower for several readers of one file.
+    """
+    again = getattr(file, "raw", None)
+    source = again if isinstance(again, Reread) else None
+    piece = source.piece if source is not None else PIECE
+    wanted: dict[int, Rooms] = {}
+    for offset, room in rooms:
+        done = 0
+        while done < len(room):
+            index, skip = divmod(offset + done, piece)
+            part = room[done:done + piece - skip]
+            wanted.setdefault(index, []).append((skip, part))
+            done += len(part)
+    spare: list[bytearray] = []
+    missed: list[int] = []
+
+    def take(index: int, wait: bool) -> bool:
+        if source is None:
+            return all(_straight(file, index * piece + skip, part, wait) for skip, part in wanted[index])
+        scratch = spare.pop() if spare else bytearray(piece)
+        try:
+            view = source.take(index, memoryview(scratch), wait)
+            if view is None:
+                return False
+            whole = np.frombuffer(view, np.uint8)
+            for skip, part in wanted[index]:
+                np.copyto(part, whole[skip:skip + len(part)])  # it is compared by now; and the interpreter is not held
+            return True
+        finally:
+            spare.append(scratch)
+
+    def in_memory(index: int) -> bool:
+        if missed:
+            return False
+        if take(index, False):
+            return True
+        missed.append(index)
+        return False
+
+    order = sorted(wanted)
+    readers = min(_READERS, torch.get_num_threads(), max(1, _SCRATCH // piece))
+    if readers > 1 and not isinstance(file, io.BytesIO):
+        order = [index for index, done in zip(order, together(SYSTEM, in_memory, order, readers), strict=True) if not done]
+    for index in order:
+        take(index, True)
+
+
+def _straight(file: Opened, offset: int, room: Bytes, wait: bool) -> bool:
+    count = read_at(file, room.data, offset, wait)
+    if count < len(room) and wait:
+        raise OSError(errno.EIO, f"it ends {len(room) - count} bytes before a tensor does")
+    return count == len(room)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pickle import PickleError
 from typing import Any
 
@@ -61,22 +61,23 @@ def _survives(value: Any) -> bool:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target is source:  # it was read in place
+        return
     with torch.no_grad():
         target.copy_(source)
 
 
-def fill(target: Any, source: Any, what: str, copy: Callable[[torch.Tensor, torch.Tensor], None] = _copy) -> Any:
-    """Put ``source`` into ``target`` where that can be done in place (tensors, dicts), and give what stands there then. ``copy``:
-    how the values of one tensor get into another."""
+def fill(target: Any, source: Any, what: str) -> Any:
+    """Put ``source`` into ``target`` where that can be done in place (tensors, dicts), and give what stands there then."""
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
         if target.shape != source.shape:
             raise ConfigError(f"{what} has shape {tuple(target.shape)} here and {tuple(source.shape)} in the checkpoint")
-        copy(target, source)
+        _copy(target, source)
         return target
     if isinstance(target, dict) and isinstance(source, Mapping):
         for key in [k for k in target if k not in source]:
             del target[key]
         for key, item in source.items():
-            target[key] = fill(target[key], item, f"{what}[{key!r}]", copy) if key in target else item
+            target[key] = fill(target[key], item, f"{what}[{key!r}]") if key in target else item
         return target
     return source

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from distckpt.checkpoint import Checkpoint
+from distckpt.durable import Opened
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path
-from distckpt.payloads import loadable, pieces, torchfile
+from distckpt.payloads import inplace, loadable, pieces, safefile, torchfile
 from distckpt.payloads.base import Ranks
 from distckpt.payloads.live import Live, of_value
 from distckpt.saving.files import RankFiles
@@ -90,24 +92,36 @@ class Shards:
         return Shards(tree, self._name, self._format)
 
     def load(self, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        first, *more = pieces.names(checkpoint, self._file)
-        if not more and type(self._state) is dict and self._format == "torch":
-            torchfile.read_into(checkpoint, first, self._state)
-            return
-        value = self._read(checkpoint, first)
-        for name in more:
-            pieces.merge(value, self._read(checkpoint, name))
-        if isinstance(self._state, Mapping):
-            if not isinstance(self._state, dict):
-                raise ConfigError(f"cannot load in place into a {type(self._state).__name__}; pass a dict")
+        if isinstance(self._state, Mapping) and not isinstance(self._state, dict):
+            raise ConfigError(f"cannot load in place into a {type(self._state).__name__}; pass a dict")
+        with ExitStack() as opened:
+            # All are open, and their digests found right, before any of them is loaded: one that is damaged touches nothing.
+            files: dict[str, Opened] = {}
+            for name in pieces.names(checkpoint, self._file):
+                files[name] = checkpoint.open(name, digest=self._format == "torch")
+                opened.enter_context(files[name])
+            first, *more = self._read(checkpoint, files)
+        value = first
+        for piece in more:
+            pieces.merge(value, piece)
+        if isinstance(self._state, dict):
             loadable.fill(self._state, value, "state")
         else:
             self._state.load_state_dict(value)
 
-    def _read(self, checkpoint: Checkpoint, name: str) -> Any:
-        if self._format == "torch":
-            return torchfile.read(checkpoint, name)
-        from safetensors.torch import load_file
+    def _read(self, checkpoint: Checkpoint, files: Mapping[str, Opened]) -> list[Any]:
+        """What the files hold. safetensors' hold no code, so resume's ``verify`` decides about their digests."""
+        torchs = self._format == "torch"
+        found = inplace.read(self._waiting(), list(files.values()), torchfile.describe if torchs else safefile.describe)
+        if found is not None:
+            return found
+        return [torchfile.whole(file) if torchs else safefile.whole(file, checkpoint.shared(name))
+                for name, file in files.items()]
 
-        with checkpoint.open(name, digest=False) as file:  # it holds no code, so resume's ``verify`` decides about digests
-            return load_file(f"/dev/fd/{file.fileno()}" if os.path.isdir("/dev/fd") else checkpoint.shared(name))
+    def _waiting(self) -> Mapping[Any, Any]:
+        """The tensors that may be read into, under the names that they have in the file. Of a module those that its own
+        ``load_state_dict`` would copy into; it is called all the same, and finds its own tensors, which it leaves alone."""
+        if isinstance(self._state, torch.nn.Module):
+            return {**dict(self._state.named_parameters(remove_duplicate=False)),
+                    **dict(self._state.named_buffers(remove_duplicate=False))}
+        return self._state if isinstance(self._state, dict) else {}
