@@ -25,12 +25,14 @@ class Reread(io.RawIOBase):
     """``file``, of ``size`` bytes, closed with this. ``changed`` raises the error for bytes that are not those of ``trail``.
 
     It has no ``fileno``: whoever reads by that would pass the comparison by. ``take`` may be called by several threads at once.
+    What a reading raised, closing raises again: torch's reader of zips makes "read of closed file" of it.
     """
 
     def __init__(self, file: Opened, path: str, size: int, trail: Trail, changed: Callable[[], NoReturn]) -> None:
         self._file, self._path, self._size, self._trail, self._changed = file, path, size, trail, changed
         self._at, self._held, self._view = 0, -1, memoryview(b"")
         self._room: memoryview | None = None
+        self._failed: Exception | None = None
         self.piece = trail.piece
 
     def take(self, index: int, room: memoryview, wait: bool = True) -> memoryview | None:
@@ -54,7 +56,11 @@ class Reread(io.RawIOBase):
             if self._room is None:
                 self._room = memoryview(bytearray(min(self.piece, self._size)))
             self._held = -1  # while it is filled it holds neither
-            found = self.take(index, self._room)
+            try:
+                found = self.take(index, self._room)
+            except Exception as error:  # raised again by whoever passed it on, and by close
+                self._failed = error
+                raise
             assert found is not None
             self._held, self._view = index, found
         count = min(len(room), len(self._view) - skip)
@@ -79,3 +85,5 @@ class Reread(io.RawIOBase):
         if not self.closed:
             super().close()
             self._file.close()
+            if self._failed is not None:
+                raise self._failed

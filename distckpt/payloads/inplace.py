@@ -24,7 +24,7 @@ from distckpt.reread import Reread
 from distckpt.runtime import SYSTEM
 from distckpt.together import together
 
-_WORTH = 64 << 10
+_WORTH = 16 << 10
 """Bytes of a tensor, on average, from which on it pays: to describe one takes as long as to read so many."""
 _READERS = 4
 _SCRATCH = 8 << 20

@@ -91,7 +91,7 @@ def _in_a_list(target: dict[str, Any], source: dict[str, Any]) -> None:
 
 
 def _small(target: dict[str, Any], source: dict[str, Any]) -> None:
-    for number in range(200):
+    for number in range(600):
         target[f"s{number}"], source[f"s{number}"] = torch.zeros(1), torch.ones(1)
 
 

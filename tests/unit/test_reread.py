@@ -7,13 +7,14 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distckpt import Shards, catalog, digest, durable, marker
+from distckpt import Shards, catalog, digest, durable, marker, reread
 from distckpt.checkpoint import Checkpoint
 from distckpt.durable import REAL, read_at
 from distckpt.errors import IntegrityError
@@ -80,24 +81,25 @@ def test_what_was_written_into_it_meanwhile_is_never_handed_out(size: int, algor
                     assert list(caught.value.files) == ["x"]
                 else:
                     assert raw.take(index, room) == data[index * PIECE:(index + 1) * PIECE]
-            with pytest.raises(IntegrityError):
-                file.read()
             write_into(directory / "x", at, data[at:at + 1])
-            file.seek(0)
             assert file.read() == data
+        with pytest.raises(IntegrityError), found(directory).open("x") as file:
+            write_into(directory / "x", at, bytes([data[at] ^ 1]))
+            with suppress(IntegrityError):
+                file.read()
+        write_into(directory / "x", at, data[at:at + 1])
 
 
 def test_a_file_that_was_cut_meanwhile_is_refused_and_one_that_grew_ends_where_it_did(tmp_path: Path) -> None:
     data = os.urandom(PIECE + 10)
     directory = committed(tmp_path, data)
-    with found(directory).open("x") as file:
+    with pytest.raises(IntegrityError), found(directory).open("x") as file:
         write_into(directory / "x", len(data), b"more")
         assert file.read() == data
         os.truncate(directory / "x", PIECE + 9)
         file.seek(0)
         assert file.read(PIECE) == data[:PIECE]
-        with pytest.raises(IntegrityError):
-            file.read(10)
+        file.read(10)
 
 
 def test_without_a_digest_it_is_the_file_itself(tmp_path: Path) -> None:
@@ -121,10 +123,27 @@ def test_nothing_that_was_not_digested_is_unpickled(load: Callable[[Any], Any], 
     directory = committed(tmp_path, out.getvalue())
     with found(directory).open("x") as file:
         assert torch.equal(load(file)["x"], torch.ones(1 << 18))
-    with found(directory).open("x") as file:
-        write_into(directory / "x", 0, evil.getvalue())
-        with pytest.raises(IntegrityError, match="was written into"):
-            load(file)
+    with pytest.raises(IntegrityError, match="was written into"), found(directory).open("x") as file:
+        write_into(directory / "x", PIECE + 1000, evil.getvalue()[PIECE + 1000:])  # behind all that describes the tensor
+        load(file)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before the zip"])
+def test_a_disk_that_fails_under_torch_is_an_error_that_names_the_file(zipped: bool, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch itself says that a closed file was read, or that an import returned a result with an exception set."""
+    def fails(file: Any, room: Any, offset: int, wait: bool) -> int:
+        if offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_at(file, room, offset, wait)
+
+    out = io.BytesIO()
+    torch.save({"x": torch.ones(1 << 18)}, out, _use_new_zipfile_serialization=zipped)
+    directory = committed(tmp_path, out.getvalue())
+    monkeypatch.setattr(reread, "read_at", fails)
+    with pytest.raises(OSError) as caught, found(directory).open("x") as file:
+        torchfile.whole(file)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(directory / "x"))
 
 
 def test_a_pickle_that_was_exchanged_in_place_is_never_run(tmp_path: Path) -> None:
@@ -134,10 +153,9 @@ def test_a_pickle_that_was_exchanged_in_place_is_never_run(tmp_path: Path) -> No
 
     evil = pickle.dumps(Evil())
     directory = committed(tmp_path, pickle.dumps(1).ljust(len(evil), b"\0"), digest.SHA256)
-    with found(directory).open("x") as file:
+    with pytest.raises(IntegrityError), found(directory).open("x") as file:
         write_into(directory / "x", 0, evil)
-        with pytest.raises(IntegrityError):
-            pickle.load(file)
+        pickle.load(file)
     assert not (tmp_path / "evil").exists()
 
 
