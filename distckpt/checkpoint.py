@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from distckpt import catalog
 from distckpt.digest import Trail
@@ -151,8 +151,8 @@ class Checkpoint:
 
     def _refuse(self, entry: FileEntry, problem: catalog.Problem | None) -> None:
         if problem is not None:
-            self._refused(entry, problem.what)
+            raise self._refused(entry, problem.what)
 
-    def _refused(self, entry: FileEntry, what: str) -> NoReturn:
-        raise IntegrityError(f"{self.name}: {entry.path} (rank {entry.rank}'s) {what}; resume falls back to an older "
-                             "checkpoint, 'distckpt verify --digest' shows all of it", files={entry.path: what})
+    def _refused(self, entry: FileEntry, what: str) -> IntegrityError:
+        return IntegrityError(f"{self.name}: {entry.path} (rank {entry.rank}'s) {what}; resume falls back to an older "
+                              "checkpoint, 'distckpt verify --digest' shows all of it", files={entry.path: what})

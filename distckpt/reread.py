@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from distckpt.beneath import named
 from distckpt.digest import Trail
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Reread(io.RawIOBase):
-    """``file``, of ``size`` bytes, closed with this. ``changed`` raises the error for bytes that are not those of ``trail``.
+    """``file``, of ``size`` bytes, closed with this. ``changed``: the error for bytes that are not those of ``trail``.
 
     It has no ``fileno``: whoever reads by that would pass the comparison by. ``take`` may be called by several threads at once.
     What a reading raised, closing raises again: torch's reader of zips makes "read of closed file" of it.
     """
 
-    def __init__(self, file: Opened, path: str, size: int, trail: Trail, changed: Callable[[], NoReturn]) -> None:
+    def __init__(self, file: Opened, path: str, size: int, trail: Trail, changed: Callable[[], Exception]) -> None:
         self._file, self._path, self._size, self._trail, self._changed = file, path, size, trail, changed
         self._at, self._held, self._view = 0, -1, memoryview(b"")
         self._room: memoryview | None = None
@@ -44,7 +44,7 @@ class Reread(io.RawIOBase):
         if count < len(room) and not wait:
             return None
         if count < len(room) or not self._trail.passes(index, room):
-            self._changed()
+            raise self._changed()
         return room
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
@@ -83,7 +83,7 @@ class Reread(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            super().close()
-            self._file.close()
+            with self._file:
+                super().close()
             if self._failed is not None:
                 raise self._failed

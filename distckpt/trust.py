@@ -6,9 +6,9 @@ attempt, seq, run and generation, and the manifest: a directory whose marker is 
 checkpoint, for resume, retention, ``ls`` and everybody else, and is passed over with that reason.
 
 What this prevents: a forged or edited marker; a true marker put into a directory of another name, or into a root of
-another run. With ``digest="sha256"`` also: files exchanged under a true marker, wherever digests are checked (always before
-anything is unpickled; every file with ``verify="digest"``). XXH3 digests find damage and no forger; ``verify="size"`` reads
-none of a tensor file.
+another run. With ``digest="sha256"`` also: files exchanged under a true marker, or written into while they are loaded,
+wherever digests are checked (always before anything is unpickled; every file with ``verify="digest"``). XXH3 digests find
+damage and no forger; ``verify="size"`` reads none of a tensor file.
 
 What it cannot prevent: a whole older checkpoint of this run, marker and files, put back under its own name is authentic. It
 is passed over where the journal records a newer commit under that name, and the journal is not signed, so that is a hint

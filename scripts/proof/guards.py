@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 GUARDED = ("beneath.py", "trust.py", "marker.py", "catalog.py", "layout.py", "coordination/store.py", "payloads/dcpread.py",
-           "durable.py", "ordered.py", "removal.py", "journal.py", "cli/survey.py", "payloads/whole.py")
+           "durable.py", "ordered.py", "removal.py", "journal.py", "cli/survey.py", "payloads/whole.py", "reread.py")
 
 _FLAGS = {"NOFOLLOW", "O_NONBLOCK", "_NONBLOCK", "O_NOCTTY", "DIRECTORY", "_BENEATH", "_NO_SYMLINKS", "_NO_XDEV"}
 _TELLS = {"Problem", "Entry"}

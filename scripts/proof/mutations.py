@@ -28,6 +28,7 @@ FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "sa
          "adopt.py", "start.py", "checkpoint.py", "ending.py", "coordination/pulse.py", "coordination/listener.py", "requests.py",
          "resume.py", "behind.py", "status.py", "manager.py", "cli/export.py", "cli/verify.py", "cli/prune.py", "cli/claim.py",
          "integrations/lightning.py", "saving/staging.py", "saving/terms.py", "saving/writer.py",
+         "payloads/inplace.py", "payloads/safefile.py",
          *(file for file in GUARDED if file not in ("durable.py", "ordered.py", "removal.py")))
 
 LEFT_OUT = {

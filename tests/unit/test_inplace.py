@@ -159,8 +159,11 @@ class _Alone:
 
 def test_another_byte_order_is_torchs_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     file = stored(state(2.5))
+    safe = io.BytesIO(_safe({"x": torch.ones(9)}))
+    assert safefile.describe(safe) is not None
     monkeypatch.setattr(sys, "byteorder", "big")
     assert not filled(state(1.0), file)
+    assert safefile.describe(safe) is None
 
 
 def test_the_format_before_the_zip_is_torchs_to_read() -> None:
