@@ -159,7 +159,7 @@ def _state_of(checkpoint: Checkpoint, name: str) -> Mapping[Any, Any]:
         from safetensors.torch import load  # an extra
 
         with checkpoint.open(name) as file:
-            value: Any = load(file.read())
+            value: Any = load(file.read(checkpoint.entry(name).size))  # without a size it would be put together from pieces
     else:
         value = torchfile.read(checkpoint, name)
     if not isinstance(value, Mapping):
