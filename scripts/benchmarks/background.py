@@ -58,12 +58,11 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
 
 def _stall(size: int, place: Path, quick: bool) -> Iterator[Row]:
     found = ranks(_stall_rank, str(place), size, 1 if quick else LATENCY)
-    shown = f"{size >> 20} MB, {WORLD} ranks"
     for writer in _KINDS:
-        note = f"writer={writer!r}"
-        yield row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note, case=2,
+        name = f"background save returns, {size >> 20} MB, {WORLD} ranks, writer={writer!r} / warm memcpy"
+        yield row(name, found, writer, "memcpy", 0, 1.25, case=2, least=LATENCY)
+        yield row(f"the same in CPU time, writer={writer!r}", found, writer, "memcpy", 2, 1.25, "of the training thread", case=2,
                   least=LATENCY)
-        yield row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note, case=2, least=LATENCY)
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:

@@ -87,6 +87,8 @@ def _measured(peers: tuple[Peer, ...], place: Path, size: int, turns: int, wante
         found = _rounds(running, failed, turns, place)
         for child, _ in running.values():
             child.end(_END)
+    if _OURS in failed:
+        raise RuntimeError(f"ours was not measured: {failed[_OURS]}")
     yield from rows(found, f"{size} MB, 1 process")
     for name, why in failed.items():
         yield Row(f"beside {name}", [], [], note=" ".join(why.split()))
@@ -138,8 +140,6 @@ def _beside(found: Samples, name: str, ours: str, theirs: tuple[str, str], figur
 
 
 def durable_rows(found: Samples, shown: str) -> Iterator[Row]:
-    if not any(name == _OURS for name, _ in found):
-        return
     for name in dict.fromkeys(name for name, _ in found if name != _OURS):
         bare = name == _BARE
         yield _beside(found, f"Durable save, {shown} / {name}{'' if bare else ' + fsync'}", _SYNC, (name, _SYNC), "durable",
@@ -149,8 +149,6 @@ def durable_rows(found: Samples, shown: str) -> Iterator[Row]:
 
 
 def stall_rows(found: Samples, shown: str) -> Iterator[Row]:
-    if not any(name == _OURS for name, _ in found):
-        return
     behind = [key for key in found if key[0] != _OURS]
     best = min((key for key in behind if key[1] != "overlap"), default=None,
                key=lambda key: statistics.median(times["stall"] for times in found[key]))

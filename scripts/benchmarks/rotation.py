@@ -93,9 +93,12 @@ def _caller(name: str, count: int, size: int, turns: int, place: Path, quick: bo
                 job()
                 if job is rotating:
                     whole.append(time.perf_counter() - begun - rotates[-1])
-    yield Row(f"rotation of {name}: the caller's part / until deleted", part[1:], whole[1:], case=10, limit=1e-3,
-              least=LATENCY)
-    yield Row(f"a small save that rotates {name} / that rotates nothing", rotates[1:], rests[1:], case=10, least=LATENCY)
+    yield from caller_rows(name, part[1:], whole[1:], rotates[1:], rests[1:])
+
+
+def caller_rows(name: str, part: list[float], whole: list[float], rotates: list[float], rests: list[float]) -> Iterator[Row]:
+    yield Row(f"rotation of {name}: the caller's part / until deleted", part, whole, case=10, limit=1e-3, least=LATENCY)
+    yield Row(f"a small save that rotates {name} / that rotates nothing", rotates, rests, case=10, least=LATENCY)
 
 
 def _steps(name: str, count: int, size: int, turns: int, place: Path, quick: bool) -> Iterator[Row]:
