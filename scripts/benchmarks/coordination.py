@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import distckpt
 from scripts.benchmarks import simulated
-from scripts.benchmarks.report import LATENCY, Row, shown
+from scripts.benchmarks.report import LATENCY, Row, percentile, shown
 from scripts.benchmarks.rounds import Scenario, rotated, scenarios
 from tests.harness import run as run_ranks
 from tests.harness import values
@@ -141,12 +141,8 @@ def block_rows(world: int, calls: list[tuple[float, float]]) -> Iterator[Row]:
     longest, working = max(calls)
     whole, worked = [whole for whole, _ in calls], [worked for _, worked in calls]
     yield Row(name, whole, [], note="each call", case=6, limit=_NEVER, least=LATENCY)
-    yield Row(f"{name}: p99", [_p99(whole)], [], case=6, limit=_NEVER, least=1,
+    yield Row(f"{name}: p99", [percentile(whole, 99)], [], case=6, limit=_NEVER, least=1,
               note=f"of {len(calls)} calls; the longest {shown(longest, 's')}, {shown(working, 's')} of it on a core")
     yield Row(f"of that on a core, {world} ranks", worked, [], case=6, note="the rest is waiting for one", least=LATENCY)
-    yield Row(f"of that on a core, {world} ranks: p99", [_p99(worked)], [], case=6, limit=_NEVER, least=1,
+    yield Row(f"of that on a core, {world} ranks: p99", [percentile(worked, 99)], [], case=6, limit=_NEVER, least=1,
               note=f"of {len(calls)} calls")
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]

@@ -41,8 +41,8 @@ def rows(found: Found, shown: str) -> Iterator[Row]:
     lost = {name: [max((took - bare) / _SAVES, _LEAST) for took, bare in zip(column(found, name), plain, strict=True)]
             for name in found if name != "none"}
     for name in lost:
-        yield Row(f"a loop that saves {shown}, every {every:.0f} steps / one that does not: {name}", column(found, name), plain,
-                  case=5)
+        yield Row(f"a loop that saves {shown} / one that does not: {name}", column(found, name), plain, case=5,
+                  note=f"a save every {every:.0f} steps")
     for ours in (name for name in lost if name.startswith("ours")):
         for theirs in (name for name in lost if name.startswith("dcp")):
             yield Row(f"overhead per save in a loop: {ours} / {theirs}", lost[ours], lost[theirs], 1.0, case=5)

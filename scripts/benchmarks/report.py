@@ -70,6 +70,11 @@ class Row:
         return {**asdict(self), "missed": list(self.misses())}
 
 
+def percentile(values: list[float], part: int) -> float:
+    """The least of ``values`` that ``part`` of a hundred of them are not above."""
+    return sorted(values)[-(-part * len(values) // 100) - 1]
+
+
 def shown(value: float, unit: str, like: float | None = None) -> str:
     """``value`` in the scale that suits it, or that suits ``like`` (then without the unit's name)."""
     scales = _UNITS[unit]

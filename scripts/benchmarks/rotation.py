@@ -17,7 +17,7 @@ import torch
 
 import distckpt
 from distckpt.saving.committer import Committer
-from scripts.benchmarks.report import DISK, LATENCY, Row
+from scripts.benchmarks.report import DISK, LATENCY, Row, percentile
 from scripts.benchmarks.rounds import Scenario, rotated, scenarios
 
 _PIECE = 1 << 20
@@ -143,12 +143,8 @@ def step_rows(name: str, beside: list[list[float]], rest: list[list[float]]) -> 
     as it was, and a deletion lasts for some tens of steps. The p95 is shown beside it."""
     yield Row(f"longest step beside the rotation of {name} / at rest", [max(times) for times in beside],
               [max(times) for times in rest], _STALLED, "equally many steps", case=10, least=LATENCY)
-    yield Row(f"p95 of the steps beside the rotation of {name} / at rest", [_p95(times) for times in beside],
-              [_p95(times) for times in rest], case=10, least=LATENCY)
-
-
-def _p95(values: list[float]) -> float:
-    return sorted(values)[int(0.95 * (len(values) - 1))]
+    yield Row(f"p95 of the steps beside the rotation of {name} / at rest", [percentile(times, 95) for times in beside],
+              [percentile(times, 95) for times in rest], case=10, least=LATENCY)
 
 
 def _plain(place: Path, count: int, size: int) -> str:
