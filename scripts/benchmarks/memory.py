@@ -77,9 +77,10 @@ def _measure(rank: int, world: int, place: str, size: int, many: int, kind: str)
     small, large, part = (_PAYLOADS[payload](_state(bytes_)) for bytes_ in (_WARM, size, size // _PART))
     found = {}
     with distckpt.CheckpointManager(f"{place}/root", keep_last=1, writer=writer) as manager:
-        def behind(state: Any, step: int) -> None:
-            manager.save(step, state, background=True, staging=staging)
-            manager.wait()
+        def behind(state: Any, *steps: int) -> None:
+            for step in steps:
+                manager.save(step, state, background=True, staging=staging)
+                manager.wait()
 
         manager.save(0, small)  # what the code itself needs
         manager.restore(small)
@@ -93,7 +94,7 @@ def _measure(rank: int, world: int, place: str, size: int, many: int, kind: str)
     if kind in FLAT:
         with distckpt.CheckpointManager(f"{place}/flat", keep_last=1, writer=writer) as manager:
             behind(part, 0)
-            found["growth"] = _peak(lambda: [behind(part, step) for step in range(1, 1 + many)])
+            found["growth"] = _peak(lambda: behind(part, *range(1, 1 + many)))
     return found
 
 

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from tests.harness import run, values
 
 _LIMIT = 2400.0
 
+T = TypeVar("T")
 Found = dict[str, list[Times]]
 Scenario = Callable[[Path, bool], Iterator[Row]]
 
@@ -46,7 +47,7 @@ def ranks(target: Callable[..., Found], *args: Any, env: dict[str, str] | None =
             for name in found[0]}
 
 
-def rotated(names: list[str], turn: int) -> list[str]:
+def rotated(names: list[T], turn: int) -> list[T]:
     """The order of a round: it moves on by one and turns round each time. On a busy machine the scheduler favours who has
     waited before, so nobody may always follow the same one."""
     shift = turn % len(names)

@@ -21,6 +21,7 @@ from distckpt.options import Seams
 from scripts.benchmarks import peers
 from scripts.benchmarks.report import LATENCY, Row
 from scripts.benchmarks.rounds import rotated, scenarios
+from scripts.proof.peers.child import environment
 
 _HERE = ("torch.distributed.checkpoint", "safetensors.torch", "accelerate", "deepspeed", "lightning")
 _APART = {"torchsnapshot": "torchsnapshot", "orbax": "orbax.checkpoint", "torch_checkpointing": "torch_checkpointing",
@@ -82,10 +83,9 @@ def _peers() -> tuple[dict[str, tuple[str, str]], list[Row]]:
         else:
             absent.append(Row(f"beside import {module}", [], [], note=f"did not install: {sys.executable} does not have it"))
     for peer in peers.PEERS:
-        module = _APART.get(peer.name)
-        if module is None:
+        if peer.name not in _APART:
             continue
-        why = peers.environment(peers.HOMES / peer.name, peer.packages)
+        module, why = _APART[peer.name], environment(peers.HOMES / peer.name, peer.packages)
         try:
             if why:
                 raise RuntimeError(why)

@@ -232,7 +232,7 @@ def test_what_costs_nothing() -> None:
 
 
 def test_a_peer_without_an_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup.peers, "environment", lambda folder, packages: "pip says\nno")
+    monkeypatch.setattr(startup, "environment", lambda folder, packages: "pip says\nno")
     monkeypatch.setattr(startup, "_HERE", ("json", "nowhere.to.be.found"))
     found, absent = startup._peers()
     assert list(found) == ["json"]
