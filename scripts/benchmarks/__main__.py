@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ GROUPS: dict[str, Callable[..., Iterator[Row]]] = {
     "peers": peers.run,
 }
 
+_SIZED = ("save", "background", "frameworks")
+
 _EPILOG = """\
 groups (none named: all of them):
 {groups}
@@ -71,18 +74,24 @@ def _parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("group", nargs="*", metavar="GROUP", help="what to run (default: all groups)")
     parser.add_argument("--only", default="", metavar="TEXT", help="run scenarios whose name holds this text")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer, to see that it runs")
+    parser.add_argument("--quick", action="store_true",
+                        help="smaller and fewer, to see that it runs: exempt from the least number of rounds")
     parser.add_argument("--check", action="store_true",
                         help=f"exit with 1, naming each, where a median misses its target by more than {SLACK - 1:.0%}%")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows, every round of them, to this file as well")
-    parser.add_argument("--charts", metavar="DIR", type=Path, help="draw one SVG for each group into this directory")
+    parser.add_argument("--charts", metavar="DIR", type=Path, help="draw one SVG for each scenario into this directory")
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(".cache/bench"),
                         help="where to write, on whichever file system that is (default: %(default)s)")
     parser.add_argument("--loop", nargs=2, metavar=("KIND", "SIZE"), help="write to a new file system of KIND "
                         f"({' or '.join(LOOPS)}) and SIZE (8G) in a file in --dir, mounted for this run; root only")
     parser.add_argument("--size", type=int, metavar="MB",
-                        help="MB of state of all ranks together (for frameworks and background)")
+                        help=f"MB of state of all ranks together (for {', '.join(_SIZED)})")
     return parser
+
+
+def chart_name(group: str, scenario: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", scenario).strip("-")
+    return plain if plain.startswith(group) else f"{group}-{plain}".rstrip("-")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,8 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"there is no group {', '.join(unknown)}: {', '.join(GROUPS)}")
     names = given.group or list(GROUPS)
-    if given.size is not None and (not set(names) <= {"frameworks", "background"} or given.size <= 0):
-        parser.error("--size is a number of MB, for frameworks and background")
+    if given.size is not None and (not set(names) <= set(_SIZED) or given.size <= 0):
+        parser.error(f"--size is a number of MB, for {', '.join(_SIZED)}")
     options = {} if given.size is None else {"size": given.size}
     place: Path = given.dir.resolve()
     place.mkdir(parents=True, exist_ok=True)
@@ -111,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
         system = describe(place)
         print(f"machine: {machine}, load {os.getloadavg()[0]:.1f}; files in {place}, {system}")
+        if given.quick:
+            print("--quick: small sizes and few rounds; the ratios mean nothing, and too few rounds are no miss")
         rows: dict[str, list[Row]] = {name: [] for name in names}
         broken: list[str] = []
         for name in names:
@@ -130,14 +141,20 @@ def main(arguments: list[str] | None = None) -> int:
         given.json.write_text(json.dumps(found, indent=1))
     if given.charts is not None:
         given.charts.mkdir(parents=True, exist_ok=True)
-        for name in (n for n in names if rows[n]):
-            charts.draw(name, rows[name], f"{system}{', --quick' if given.quick else ''}", given.charts / f"{name}.svg")
-    wrong = missed([row for name in names for row in rows[name]])
+        for name in names:
+            for scenario in dict.fromkeys(row.scenario for row in rows[name]):
+                charts.draw(f"{name} {scenario}".rstrip(), [row for row in rows[name] if row.scenario == scenario],
+                            f"{system}{', --quick' if given.quick else ''}", given.charts / f"{chart_name(name, scenario)}.svg")
+    every = [row for name in names for row in rows[name]]
+    wrong, absent = missed(every), [row for row in every if row.absent]
     if given.check:
         for line in wrong:
             print(f"MISSED {line}")
-        held = sum(row.target is not None or row.limit is not None for name in names for row in rows[name])
-        print(f"{held} rows with a target, {len(wrong)} missed by more than {SLACK - 1:.0%}")
+        for row in absent:
+            print(f"NOT MEASURED {row.name}: {row.note}")
+        held = sum(row.target is not None or row.limit is not None for row in every)
+        print(f"{held} rows with a target; {len(wrong)} missed, by more than {SLACK - 1:.0%} or for too few rounds; "
+              f"{len(absent)} peers not measured")
     for name in broken:
         print(f"FAILED {name}: it ended with the exception above, and its other scenarios did not run")
     print(f"load at the end {os.getloadavg()[0]:.1f}")

@@ -16,19 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import distckpt
-from scripts.benchmarks.report import Row
+from scripts.benchmarks import loop
+from scripts.benchmarks.report import DISK, LATENCY, Row
 from scripts.benchmarks.rounds import Found, column, ranks, rotate, row, scenarios
-from scripts.benchmarks.subjects import WORLD, Dcp, Ours, Times, Trainer, end_children, memcpy, share
+from scripts.benchmarks.subjects import WORLD, Dcp, Net, Ours, Times, Trainer, end_children, memcpy, share
 
 _FULL, _QUICK = 256 << 20, 32 << 20
 _ROOMY = 12  # times the state, in free memory: every variant has staging memory of its own
 _KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
-_DISK, _LATENCY = 9, 20  # rounds
 _LEAST = 1e-3
 """Seconds of training lost below which the noise of steps decides; less, and a negative time, counts as this."""
 
@@ -42,7 +41,7 @@ def run(place: Path, quick: bool, only: str, size: int | None = None) -> Iterato
         size //= 2
     if size < wanted:
         print(f"{free >> 20} MB of memory are free: {size >> 20} MB are saved instead of {wanted >> 20}", flush=True)
-    known = {"stall": _stall, "first": _first, "overlap": _overlap, "dcp": _dcp, "slowdown": _slowdown}
+    known = {"stall": _stall, "first": _first, "overlap": _overlap, "dcp": _dcp, "slowdown": _slowdown, "loop": loop.run}
     yield from scenarios(place, quick, only, {name: partial(scenario, size) for name, scenario in known.items()})
 
 
@@ -58,12 +57,12 @@ def _stall_rank(rank: int, world: int, place: str, size: int, turns: int) -> Fou
 
 
 def _stall(size: int, place: Path, quick: bool) -> Iterator[Row]:
-    found = ranks(_stall_rank, str(place), size, 1 if quick else _LATENCY)
-    shown = f"{size >> 20} MB, {WORLD} ranks"
+    found = ranks(_stall_rank, str(place), size, 1 if quick else LATENCY)
     for writer in _KINDS:
-        note = f"writer={writer!r}"
-        yield row(f"background save returns, {shown} / warm memcpy", found, writer, "memcpy", 0, 1.25, note, case=2)
-        yield row("the same in CPU time of the training thread", found, writer, "memcpy", 2, 1.25, note, case=2)
+        name = f"background save returns, {size >> 20} MB, {WORLD} ranks, writer={writer!r} / warm memcpy"
+        yield row(name, found, writer, "memcpy", 0, 1.25, case=2, least=LATENCY)
+        yield row(f"the same in CPU time, writer={writer!r}", found, writer, "memcpy", 2, 1.25, "of the training thread", case=2,
+                  least=LATENCY)
 
 
 def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: str) -> Found:
@@ -102,10 +101,9 @@ def _first_rank(rank: int, world: int, place: str, size: int, turn: int, which: 
 
 def _first(size: int, place: Path, quick: bool) -> Iterator[Row]:
     found: Found = {"ours": [], "memcpy": [], "steady": [], "thread": [], "process": []}
-    rounds = 1 if quick else _DISK
-    for turn in range(rounds):
+    for turn in range(1 if quick else LATENCY):
         order = ("ours", "thread") if turn % 2 else ("thread", "ours")
-        for which in (*order, "process") if not quick and turn < 3 else order:
+        for which in (*order, "process") if not quick and turn < DISK else order:
             folder = f"{place}/{which}-{turn}"
             Path(folder).mkdir()
             for name, times in ranks(_first_rank, folder, size, turn, which).items():
@@ -113,8 +111,8 @@ def _first(size: int, place: Path, quick: bool) -> Iterator[Row]:
             shutil.rmtree(folder)
     shown = f"{size >> 20} MB"
     yield row(f"first save of a manager returns, {shown} / its third", found, "ours", "steady", 0, 1.25,
-              "a fresh process each round; memory made by poll() while it trained", case=3)
-    yield row("the same in CPU time of the training thread", found, "ours", "steady", 2, 1.25, case=3)
+              "a fresh process each round; memory made by poll() while it trained", case=3, least=LATENCY)
+    yield row("the same in CPU time of the training thread", found, "ours", "steady", 2, 1.25, case=3, least=LATENCY)
     yield row(f"first save of a manager returns, {shown} / warm memcpy", found, "ours", "memcpy", 0, case=3)
     for which in ("thread", "process") if not quick else ("thread",):
         count = len(found[which])
@@ -131,33 +129,26 @@ _OVERLAPS = "thread, async staging"
 
 def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int, quick: bool) -> Found:
     """A step with a save in it: (the call, the fence, both, the whole step, CPU time of both)."""
-    width = 1024
-    layers = max(size // WORLD // 3 // (4 * width * width), 1)  # AdamW keeps two more of every parameter
-    model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    batch = torch.randn(256, width)
+    net = Net(size // WORLD)
     with ExitStack() as stack:
-        ours = Ours(stack, f"{place}/root", {"model": distckpt.Shards(model), "optimizer": distckpt.Shards(optimizer)})
+        ours = Ours(stack, f"{place}/root", net.payload())
 
         def step(saver: Ours | Dcp | None, **how: Any) -> Times:
             begun, cpu = time.perf_counter(), time.thread_time()
             called = saver.begin(**how)[0] if saver is not None else 0.0
             cpu = time.thread_time() - cpu
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
+            net.learn()
             at_fence, cpu = time.perf_counter(), cpu - time.thread_time()
             if saver is not None:
                 saver.fence()
             fence, cpu = time.perf_counter() - at_fence, cpu + time.thread_time()
-            optimizer.step()
+            net.update()
             whole = time.perf_counter() - begun
             if saver is not None:
                 saver.end()
             return called, fence, called + fence, whole, cpu
 
-        step(None)
-        tensors = {str(i): t.detach() for i, t in enumerate([*model.parameters(), *(
-            moment for state in optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))])}
+        tensors = net.tensors()
         copy = memcpy(tensors)
         variants: dict[str, Callable[[int], Times]] = {
             "memcpy": lambda turn: (lambda t: (*t[:1] * 4, t[2]))(copy(turn)), "none": lambda turn: step(None),
@@ -174,7 +165,7 @@ def _overlap_rank(rank: int, world: int, place: str, size: int, turns: int, quic
 
 
 def _overlap(size: int, place: Path, quick: bool) -> Iterator[Row]:
-    found = ranks(_overlap_rank, str(place), size, 1 if quick else _LATENCY, quick)
+    found = ranks(_overlap_rank, str(place), size, 1 if quick else LATENCY, quick)
     shown = f"{size >> 20} MB"
     peers = [name for name in found if name.startswith("dcp, ") and not name.endswith(_OVERLAPS)]
     best = min(peers, key=lambda name: statistics.median(column(found, name, 2)))
@@ -182,12 +173,12 @@ def _overlap(size: int, place: Path, quick: bool) -> Iterator[Row]:
         wanted: dict[str, Any] = {"target": 1 / 40, "limit": 3e-3} if peer == best else {}
         which = ", the best that copies in it" if wanted else ""
         yield row(f"staging='overlap', {shown}: stall / {peer}{which}", found, "overlap", peer, 2, case=2,
-                  note="call + fence, forward and backward between them; dcp keeps its stager", **wanted)
+                  note="call + fence, forward and backward between them; dcp keeps its stager", least=LATENCY, **wanted)
     yield row(f"staging='overlap', {shown}: stall / dcp, {_OVERLAPS}", found, "overlap", f"dcp, {_OVERLAPS}", 2, 1.0,
-              "both copy during forward and backward", case=2)
+              "both copy during forward and backward", case=2, least=LATENCY)
     for index, what in enumerate(("call", "fence", "call + fence")):
         yield row(f"staging='overlap', {shown}: {what} / warm memcpy", found, "overlap", "memcpy", index,
-                  case=5 if what == "fence" else 2, limit=5e-3 if what == "fence" else None)
+                  case=5 if what == "fence" else 2, limit=5e-3 if what == "fence" else None, least=LATENCY)
     yield row("the same in CPU time of the training thread", found, "overlap", "memcpy", 4, case=2)
     yield row("call + fence, staging='overlap' / 'copy'", found, "overlap", "copy", 2, case=2)
     for how in ("overlap", "copy", *(name for name in found if name.startswith("dcp"))):
@@ -215,7 +206,7 @@ def _dcp_rank(rank: int, world: int, place: str, size: int, turns: int, quick: b
 
 
 def _dcp(size: int, place: Path, quick: bool) -> Iterator[Row]:
-    found = ranks(_dcp_rank, str(place), size, 1 if quick else _DISK, quick)
+    found = ranks(_dcp_rank, str(place), size, 1 if quick else DISK, quick)
     shown = f"{size >> 20} MB"
     durable = {"sync": 1.15, "thread": 1 / 1.25, "process": 1 / 2}
     for name in ("sync", "dcp.save", *(n for n in found if n.partition(",")[0] in _KINDS)):
@@ -269,15 +260,14 @@ def _slowdown_rank(rank: int, world: int, place: str, size: int, turns: int, qui
 
 
 def _slowdown(size: int, place: Path, quick: bool) -> Iterator[Row]:
-    found = ranks(_slowdown_rank, str(place), size, 1 if quick else _DISK, quick)
+    found = ranks(_slowdown_rank, str(place), size, 1 if quick else DISK, quick)
     slower = {name: [t[0] / t[1] for t in times] for name, times in found.items()}
     for name in found:
         yield Row(f"a step beside a save of {size >> 20} MB / without: {name}", column(found, name, 0), column(found, name, 1),
                   note=f"in flight {statistics.median(column(found, name, 3)):.2f} s", case=5)
     for ours in (n for n in found if n.startswith("ours")):
-        target = None if ours == "ours, process" else 1.0
         for theirs in (n for n in found if n.startswith("dcp")):
             lost = f"training lost per save: {ours} / {theirs}"
-            yield row(lost, found, ours, theirs, 2, target, "stall + slower steps", case=5)
-            yield Row(f"slowdown of a step beside it: {ours} / {theirs}", slower[ours], slower[theirs], target, unit="", case=5)
+            yield row(lost, found, ours, theirs, 2, 1.0, "stall + slower steps", case=5)
+            yield Row(f"slowdown of a step beside it: {ours} / {theirs}", slower[ours], slower[theirs], 1.0, unit="", case=5)
             yield row(f"CPU beside the training thread: {ours} / {theirs}", found, ours, theirs, 4, case=5)

@@ -1,4 +1,4 @@
-"""One SVG for each group: a panel for each case, a line for each row, how its rounds spread, and the target."""
+"""One SVG for each scenario: a panel for each case, a line for each row, how its rounds spread, and the target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE, _HEAD, _WIDTH = 0.3, 0.85, 11.0  # inches
 _NAMES = 66
 
 
-def draw(group: str, rows: list[Row], where: str, path: Path) -> None:
+def draw(title: str, rows: list[Row], where: str, path: Path) -> None:
     """Rows that were not measured are left out; there is nothing to draw then."""
     panels: dict[int | None, list[Row]] = {}
     for row in rows:
@@ -31,7 +31,7 @@ def draw(group: str, rows: list[Row], where: str, path: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"  # text that can be searched
     heights = [_HEAD + _LINE * len(of) for of in panels.values()]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), layout="constrained")
-    figure.suptitle(f"scripts/bench {group}: {where}", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(f"scripts/bench {title}: {where}", x=0.01, ha="left", fontsize=10)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (case, of) in zip(axes, sorted(panels.items(), key=lambda item: (item[0] is None, item[0])), strict=True):
         _panel(axis, of)

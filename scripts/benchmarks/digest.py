@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import distckpt
-from scripts.benchmarks.report import Row
+from scripts.benchmarks.report import DISK, Row
 from scripts.benchmarks.rounds import Found, ranks, rotate, row, scenarios
 from scripts.benchmarks.subjects import WORLD, Ours, share
 
@@ -25,5 +25,5 @@ def _rank(rank: int, world: int, place: str, size: int, turns: int) -> Found:
 
 def _digest(place: Path, quick: bool) -> Iterator[Row]:
     size = 64 << 20 if quick else 512 << 20
-    found = ranks(_rank, str(place), size, 2 if quick else 9)
+    found = ranks(_rank, str(place), size, 2 if quick else DISK)
     yield row(f"digest on / off, {size >> 20} MB, {WORLD} ranks", found, "on", "off", 1, 1.05, case=16)

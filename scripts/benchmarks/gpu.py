@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import distckpt
 from distckpt.saving.staging import tensors_of
-from scripts.benchmarks.report import Row, table
+from scripts.benchmarks.report import LATENCY, Row, table
 from scripts.benchmarks.rounds import Found, column, rotate, row
 from scripts.benchmarks.subjects import Ours, Times
 from tests.fakegpu import FakeGpu
@@ -166,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench-gpu", description=__doc__)
     parser.add_argument("--mocked", action="store_true", help="on the CPU, to see that it runs")
     parser.add_argument("--size", type=int, default=2048, help="MB of state (default 2048)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=LATENCY)
     parser.add_argument("--dir", default=".cache/bench", help="where to write")
     given = parser.parse_args()
     if not given.mocked and not torch.cuda.is_available():

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.place import at_rest
-from scripts.benchmarks.report import Row
+from scripts.benchmarks.report import DISK, LATENCY, Row
 from scripts.benchmarks.rounds import rotated, scenarios
 from scripts.proof.peers.child import Child, environment
 
@@ -28,6 +28,7 @@ HOMES = Path(os.environ.get("DISTCKPT_BENCH_PEERS", REPOSITORY / ".cache/peers")
 PROGRAMS = Path(__file__).parent / "programs"
 _START, _ASK, _END = 180.0, 120.0, 20.0
 _OURS, _BARE, _SYNC = "distckpt", "write + fsync", "sync"
+_PLAIN = 0.85  # what row 1 asks beside the bare write
 
 
 @dataclass(frozen=True)
@@ -59,25 +60,38 @@ Samples = dict[tuple[str, str], list[dict[str, float]]]
 
 
 def run(place: Path, quick: bool, only: str, peers: tuple[Peer, ...] = PEERS) -> Iterator[Row]:
-    yield from scenarios(place, quick, only, {"installed": partial(_installed, peers)})
+    yield from scenarios(place, quick, only, {"durable": partial(_durable, peers), "stall": partial(_stall, peers)})
 
 
-def _installed(peers: tuple[Peer, ...], place: Path, quick: bool) -> Iterator[Row]:
-    size, turns = (24, 1) if quick else (128, 9)
+def _durable(peers: tuple[Peer, ...], place: Path, quick: bool) -> Iterator[Row]:
+    size = 24 if quick else 512
+    yield from _measured(peers, place, size, 1 if quick else DISK, lambda mode: mode == _SYNC, durable_rows)
+
+
+def _stall(peers: tuple[Peer, ...], place: Path, quick: bool) -> Iterator[Row]:
+    size = 24 if quick else 256
+    yield from _measured(peers, place, size, 1 if quick else LATENCY, lambda mode: mode != _SYNC, stall_rows)
+
+
+def _measured(peers: tuple[Peer, ...], place: Path, size: int, turns: int, wanted: Callable[[str], bool],
+              rows: Callable[[Samples, str], Iterator[Row]]) -> Iterator[Row]:
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         running: dict[str, tuple[Child, list[str]]] = {}
         for peer in peers:
             try:
-                running[peer.name] = _start(peer, place, size, stack)
+                child, modes = _start(peer, place, size, stack)
+                running[peer.name] = child, [mode for mode in modes if wanted(mode)]
             except (RuntimeError, OSError) as error:
                 failed[peer.name] = str(error)
         found = _rounds(running, failed, turns, place)
         for child, _ in running.values():
             child.end(_END)
+    if _OURS in failed:
+        raise RuntimeError(f"ours was not measured: {failed[_OURS]}")
     yield from rows(found, f"{size} MB, 1 process")
     for name, why in failed.items():
-        yield Row(f"{name} was not measured", [], [], note=" ".join(why.split()))
+        yield Row(f"beside {name}", [], [], note=" ".join(why.split()))
 
 
 def _start(peer: Peer, place: Path, size: int, stack: ExitStack) -> tuple[Child, list[str]]:
@@ -108,7 +122,7 @@ def _rounds(running: dict[str, tuple[Child, list[str]]], failed: dict[str, str],
     for turn in range(turns + 1):
         for name in (n for n in rotated(list(running), turn) if n not in failed):
             child, modes = running[name]
-            for mode in rotated(modes, turn):
+            for mode in rotated(modes, turn) if modes else ():
                 save += 1
                 at_rest(place)
                 try:
@@ -120,29 +134,33 @@ def _rounds(running: dict[str, tuple[Child, list[str]]], failed: dict[str, str],
     return {key: times[1:] for key, times in found.items() if key[0] not in failed}
 
 
-def rows(found: Samples, shown: str) -> Iterator[Row]:
-    def beside(name: str, ours: str, theirs: tuple[str, str], figure: str, own: str = "", **more: Any) -> Row:
-        mine = [times[own or figure] for times in found[_OURS, ours]]
-        return Row(name, mine, [times[figure] for times in found[theirs]], more.pop("target", None),
-                   f"{len(mine)} rounds", **{"case": 1, **more})
+def _beside(found: Samples, name: str, ours: str, theirs: tuple[str, str], figure: str, own: str = "", **more: Any) -> Row:
+    return Row(name, [times[own or figure] for times in found[_OURS, ours]], [times[figure] for times in found[theirs]],
+               **{"case": 1, **more})
 
-    if not any(name == _OURS for name, _ in found):
-        return
-    peers = list(dict.fromkeys(name for name, _ in found if name != _OURS))
-    for name in peers:
-        yield beside(f"Durable save, {shown} / {name}{'' if name == _BARE else ' + fsync'}", _SYNC, (name, _SYNC), "durable")
-        if name != _BARE:
-            yield beside(f"Durable save, {shown} / {name} as it ends", _SYNC, (name, _SYNC), "ended", "durable")
-    behind = [key for key in found if key[0] != _OURS and key[1] != _SYNC]
+
+def durable_rows(found: Samples, shown: str) -> Iterator[Row]:
+    for name in dict.fromkeys(name for name, _ in found if name != _OURS):
+        bare = name == _BARE
+        yield _beside(found, f"Durable save, {shown} / {name}{'' if bare else ' + fsync'}", _SYNC, (name, _SYNC), "durable",
+                      target=_PLAIN if bare else 1.0)
+        if not bare:
+            yield _beside(found, f"Durable save, {shown} / {name} as it ends", _SYNC, (name, _SYNC), "ended", "durable")
+
+
+def stall_rows(found: Samples, shown: str) -> Iterator[Row]:
+    behind = [key for key in found if key[0] != _OURS]
     best = min((key for key in behind if key[1] != "overlap"), default=None,
                key=lambda key: statistics.median(times["stall"] for times in found[key]))
     for key in behind:
+        stall = partial(_beside, found, theirs=key, figure="stall", case=2, least=LATENCY)
         if key[1] == "overlap":
-            yield beside(f"Stall, both overlap, {shown} / {key[0]}", "overlap", key, "stall", case=2, target=1.0)
+            yield stall(f"Stall, both overlap, {shown} / {key[0]}", "overlap", target=1.0)
             continue
         wanted: dict[str, Any] = {"target": 1 / 40, "limit": 3e-3} if key == best else {}
         which = ", the best that copies" if wanted else ""
-        yield beside(f"Stall, overlap, {shown} / {key[0]}{which}", "overlap", key, "stall", case=2, **wanted)
-        yield beside(f"Stall, both copy, {shown} / {key[0]}", "background", key, "stall", case=2)
+        yield stall(f"Stall, overlap, {shown} / {key[0]}{which}", "overlap", **wanted)
+        yield stall(f"Stall, both copy, {shown} / {key[0]}", "background")
     for name, mode in behind:
-        yield beside(f"Background, durable, {shown} / {name}, {mode}, + fsync", "background", (name, mode), "durable", case=4)
+        yield _beside(found, f"Background, durable, {shown} / {name}, {mode}, + fsync", "background", (name, mode), "durable",
+                      case=4)

@@ -12,6 +12,9 @@ from typing import Any
 SLACK = 1.15
 """A target is missed by a median of more than this times it: what two runs of the same code differ by on a busy disk."""
 
+DISK, LATENCY = 9, 20
+"""The fewest rounds that a median is taken of, where the disk decides and where a call's latency does."""
+
 _UNITS = {"s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")), "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
           "": ((1.0, ""),)}
 
@@ -22,8 +25,9 @@ class Row:
     ("B") or plain numbers ("").
 
     ``target``: the median of the rounds' ratios ours / theirs is at most this ("at least 4x faster" is 1 / 4).
-    ``limit``: the median of ours is at most this, in ``unit``. ``case``: the row of issue 7's table it answers. A row without
-    samples says in its note why there are none.
+    ``limit``: the median of ours is at most this, in ``unit``. ``least``: with fewer rounds the row is missed,
+    whatever its median. ``case``: the row of issue 7's table it answers. A row without samples says in its note why there are
+    none.
     """
 
     name: str
@@ -35,6 +39,8 @@ class Row:
     case: int | None = field(default=None, kw_only=True)
     limit: float | None = field(default=None, kw_only=True)
     unit: str = field(default="s", kw_only=True)
+    least: int = field(default=DISK, kw_only=True)
+    scenario: str = field(default="", kw_only=True)
     load: float = field(default_factory=lambda: os.getloadavg()[0], kw_only=True)
 
     def __post_init__(self) -> None:
@@ -42,6 +48,8 @@ class Row:
 
     def misses(self) -> Iterator[str]:
         """What of it is missed by more than SLACK, in words. A target that nothing was measured for is missed."""
+        if self.ours and len(self.ours) < self.least:
+            yield f"{len(self.ours)} rounds, at least {self.least} wanted"
         if self.target is not None:
             if not self.ratios:
                 yield f"nothing to compare: {self.note or 'no rounds'}"
@@ -53,8 +61,18 @@ class Row:
             elif statistics.median(self.ours) > self.limit * SLACK:
                 yield f"{shown(statistics.median(self.ours), self.unit)}, at most {shown(self.limit, self.unit)} wanted"
 
+    @property
+    def absent(self) -> bool:
+        """Nothing was measured, and nothing was promised: a peer that is not to be had here."""
+        return not self.ours and self.target is None and self.limit is None
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "missed": list(self.misses())}
+
+
+def percentile(values: list[float], part: int) -> float:
+    """The least of ``values`` that ``part`` of a hundred of them are not above."""
+    return sorted(values)[-(-part * len(values) // 100) - 1]
 
 
 def shown(value: float, unit: str, like: float | None = None) -> str:
@@ -81,7 +99,11 @@ def _targets(row: Row) -> str:
     wanted = [f"<= {row.target:.3g}"] if row.target is not None else []
     if row.limit is not None:
         wanted.append(f"<= {shown(row.limit, row.unit)}")
-    return ", ".join(wanted) + (" MISSED" if wanted and any(row.misses()) else "")
+    return ", ".join(wanted) + (" MISSED" if any(row.misses()) else "")
+
+
+def _note(row: Row) -> str:
+    return "; ".join(text for text in (f"{len(row.ours)} rounds" if row.ours else "", row.note) if text)
 
 
 def table(rows: list[Row], head: bool = True) -> str:
@@ -94,5 +116,5 @@ def table(rows: list[Row], head: bool = True) -> str:
         if row.ratios:
             ratio = f"{statistics.median(row.ratios):.3g} [{min(row.ratios):.2g}-{max(row.ratios):.2g}]"
         lines.append(f"{row.name:76} {'' if row.case is None else row.case:>4} {_span(row.ours, row.unit):24} "
-                     f"{_span(row.theirs, row.unit):24} {ratio:>19} {_targets(row):16}  {row.note}".rstrip())
+                     f"{_span(row.theirs, row.unit):24} {ratio:>19} {_targets(row):16}  {_note(row)}".rstrip())
     return "\n".join(lines)

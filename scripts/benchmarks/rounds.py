@@ -7,25 +7,24 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from scripts.benchmarks.report import Row
 from scripts.benchmarks.subjects import WORLD, Times
 from tests.harness import run, values
 
-_LIMIT = 900.0
-_ENOUGH = 200.0
+_LIMIT = 2400.0
 
+T = TypeVar("T")
 Found = dict[str, list[Times]]
 Scenario = Callable[[Path, bool], Iterator[Row]]
 
 
 def scenarios(place: Path, quick: bool, only: str, known: Mapping[str, Scenario]) -> Iterator[Row]:
     """The rows of those scenarios whose name holds ``only``, each in a directory of its own that is gone afterwards. The load
-    before and after each is printed."""
+    before and after each is printed. The rows of a ``quick`` run are exempt from the least number of rounds."""
     for name in (n for n in known if only in n):
         folder = place / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -33,7 +32,9 @@ def scenarios(place: Path, quick: bool, only: str, known: Mapping[str, Scenario]
         begun = time.monotonic()
         print(f"-- {name}: load {os.getloadavg()[0]:.1f}", flush=True)
         try:
-            yield from known[name](folder, quick)
+            for made in known[name](folder, quick):
+                made.scenario, made.least = name, 0 if quick else made.least
+                yield made
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"-- {name}: load {os.getloadavg()[0]:.1f} at the end, {time.monotonic() - begun:.0f} s", flush=True)
@@ -46,28 +47,22 @@ def ranks(target: Callable[..., Found], *args: Any, env: dict[str, str] | None =
             for name in found[0]}
 
 
-def rotated(names: list[str], turn: int) -> list[str]:
+def rotated(names: list[T], turn: int) -> list[T]:
     """The order of a round: it moves on by one and turns round each time. On a busy machine the scheduler favours who has
     waited before, so nobody may always follow the same one."""
     shift = turn % len(names)
     return (names[shift:] + names[:shift])[::-1 if turn % 2 else 1]
 
 
-def rotate(variants: dict[str, Callable[[int], Times]], turns: int, least: int = 2) -> Found:
-    """Run every variant once a round. The first round warms up.
-
-    A busy machine gets fewer rounds, at least ``least``: as many as end in time.
-    """
-    names, late = list(variants), time.monotonic() + _ENOUGH
+def rotate(variants: dict[str, Callable[[int], Times]], turns: int) -> Found:
+    """Run every variant once in each of ``turns`` rounds, and in one before them, which warms up. A busy machine takes longer;
+    it does not get fewer."""
+    names = list(variants)
     found: Found = {name: [] for name in names}
     for turn in range(turns + 1):
         for name in rotated(names, turn):
             dist.barrier()
             found[name].append(variants[name](turn))
-        over = torch.tensor([float(time.monotonic() > late)])
-        dist.all_reduce(over)
-        if over.item() and turn >= least:
-            break
     return {name: times[1:] for name, times in found.items()}
 
 
@@ -97,8 +92,6 @@ def column(found: Found, name: str, index: int = 0) -> list[float]:
 
 
 def row(name: str, found: Found, ours: str, theirs: str, index: int = 0, target: float | None = None, note: str = "", *,
-        beside: int | None = None, case: int | None = None, limit: float | None = None) -> Row:
-    """``index``: which figure of ``ours``, and of ``theirs`` unless ``beside`` names another."""
-    rounds = f"{len(found[ours])} rounds"
-    return Row(name, column(found, ours, index), column(found, theirs, index if beside is None else beside), target,
-               f"{rounds}; {note}" if note else rounds, case=case, limit=limit)
+        beside: int | None = None, **more: Any) -> Row:
+    """``index``: which figure of ``ours``, and of ``theirs`` unless ``beside`` names another. ``more``: what Row takes."""
+    return Row(name, column(found, ours, index), column(found, theirs, index if beside is None else beside), target, note, **more)

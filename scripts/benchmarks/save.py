@@ -23,19 +23,20 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter  #
 import distckpt
 from scripts.benchmarks import frameworks
 from scripts.benchmarks.place import at_rest
-from scripts.benchmarks.report import Row
+from scripts.benchmarks.report import DISK, Row
 from scripts.benchmarks.rounds import Found, ranks, rotate, row, scenarios, sync_tree
 from scripts.benchmarks.subjects import Ours, Times, sharded, share
 
 _FULL, _QUICK = 512, 48  # MB
-_ROUNDS = 9
 _PLAIN = {1: 0.85, 2: 1.05, 4: 1.05}
 _DEEPSPEED = (1, 4)
 
 
-def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
-    known = {f"save-{world}": partial(_saves, world) for world in _PLAIN if not quick or world < 4}
-    known |= {f"save-deepspeed-{world}": partial(_deepspeed, world) for world in _DEEPSPEED if not quick or world < 4}
+def run(place: Path, quick: bool, only: str, size: int | None = None) -> Iterator[Row]:
+    """``size``: MB of all ranks together."""
+    size = size or (_QUICK if quick else _FULL)
+    known = {f"save-{world}": partial(_saves, world, size) for world in _PLAIN if not quick or world < 4}
+    known |= {f"save-deepspeed-{world}": partial(_deepspeed, world, size) for world in _DEEPSPEED if not quick or world < 4}
     yield from scenarios(place, quick, only, known)
 
 
@@ -48,7 +49,8 @@ def _save_rank(rank: int, world: int, place: str, size: int, turns: int) -> Foun
     planner = DefaultSavePlanner(enable_plan_caching=True)
     with ExitStack() as stack:
         own: dict[str, Callable[[str], Any]] = {
-            "write": partial(_write, rank, tensors), "torch.save": partial(_torch_save, rank, tensors),
+            "write": partial(_write, rank, tensors), "write, unsynced": partial(_write, rank, tensors, sync=False),
+            "torch.save": partial(_torch_save, rank, tensors),
             "dcp.save": partial(_dcp_save, state), "dcp.save, plan cache": partial(_dcp_save, state, planner=planner),
             "dcp.save, unsynced": partial(_dcp_save, state, sync=False)}
         variants: dict[str, Callable[[int], Times]] = {
@@ -86,14 +88,15 @@ def _theirs(folder: str, save: Callable[[str], Any], synced: bool, turn: int) ->
     return returned, durable
 
 
-def _write(rank: int, tensors: dict[str, torch.Tensor], path: str) -> None:
+def _write(rank: int, tensors: dict[str, torch.Tensor], path: str, sync: bool = True) -> None:
     """The least that anybody could do: the bytes of every tensor, then one fsync."""
     with open(f"{path}/{rank}", "xb", buffering=0) as out:
         for tensor in tensors.values():
             view = memoryview(tensor.numpy()).cast("B")
             while len(view):
                 view = view[out.write(view):]
-        os.fsync(out.fileno())
+        if sync:
+            os.fsync(out.fileno())
 
 
 def _torch_save(rank: int, tensors: dict[str, torch.Tensor], path: str) -> None:
@@ -104,15 +107,15 @@ def _dcp_save(state: dict[str, Any], path: str, planner: Any = None, sync: bool 
     dcp.save(state, storage_writer=FileSystemWriter(path, sync_files=sync), planner=planner)
 
 
-def _saves(world: int, place: Path, quick: bool) -> Iterator[Row]:
-    size, turns = (_QUICK, 1) if quick else (_FULL, _ROUNDS)
-    found = ranks(_save_rank, str(place), size << 20, turns, world=world)
+def _saves(world: int, size: int, place: Path, quick: bool) -> Iterator[Row]:
+    found = ranks(_save_rank, str(place), size << 20, 1 if quick else DISK, world=world)
     where = f"{size} MB, {world} rank{'s' if world > 1 else ''}"
 
     def beside(ours: str, theirs: str, target: float | None, called: str, returns: bool = False) -> Row:
         return row(f"Durable {ours}, {where} / {called}", found, ours, theirs, 1, target, beside=0 if returns else None, case=1)
 
     yield beside("Shards", "write", _PLAIN[world], "write + fsync")
+    yield beside("Shards", "write, unsynced", None, "write as it returns", returns=True)
     yield beside("Shards", "torch.save", 1.0, "torch.save + fsync")
     yield beside("Shards", "torch.save", None, "torch.save as it returns", returns=True)
     yield beside("DCP", "write", None, "write + fsync")
@@ -124,9 +127,11 @@ def _saves(world: int, place: Path, quick: bool) -> Iterator[Row]:
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(world: int, place: Path, quick: bool) -> Iterator[Row]:
-    size, turns = (_QUICK, 1) if quick else (_FULL, _ROUNDS)
-    found = frameworks.measure("deepspeed", place, size, turns, world)
+def _deepspeed(world: int, size: int, place: Path, quick: bool) -> Iterator[Row]:
+    if absent := frameworks.absent("deepspeed"):
+        yield absent
+        return
+    found = frameworks.measure("deepspeed", place, size, 1 if quick else DISK, world)
     where = f"{size} MB, {world} rank{'s' if world > 1 else ''}"
     own = next(name for name in found if name not in ("sync", "background", "overlap"))
     yield row(f"Durable DeepSpeed, {where} / {own} + fsync", found, "sync", own, 1, 1.0, case=1)

@@ -6,53 +6,59 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 
 import distckpt
-from scripts.benchmarks.report import Row
-from scripts.benchmarks.rounds import scenarios
+from scripts.benchmarks.report import DISK, Row
+from scripts.benchmarks.rounds import rotated, scenarios
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
     yield from scenarios(place, quick, only, {"tensors": _tensors, "files": _files})
 
 
-def _in_turns(turns: int, ours: Callable[[int], object], theirs: Callable[[], object], away: Callable[[], object],
-              rest: Callable[[], object]) -> tuple[list[float], list[float]]:
-    """Seconds of each, on a disk at rest, in an order that turns round; the first round warms up. ``away`` and ``rest`` come
-    after theirs and ours, and are not counted."""
-    mine: list[float] = []
-    beside: list[float] = []
+Job = tuple[Callable[[int], object], Callable[[], object]]
+"""What is timed, given the round, and what comes after it and is not."""
+
+
+def in_turns(turns: int, jobs: dict[str, Job]) -> dict[str, list[float]]:
+    """Seconds of each, on a disk at rest, in an order that turns round; the first round warms up."""
+    found: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(turns + 1):
-        for which in (0, 1) if turn % 2 else (1, 0):
+        for name in rotated(list(jobs), turn):
+            job, after = jobs[name]
             os.sync()
             begun = time.perf_counter()
-            if which:
-                theirs()
-                beside.append(time.perf_counter() - begun)
-                away()
-            else:
-                ours(turn)
-                mine.append(time.perf_counter() - begun)
-                rest()
-    return mine[1:], beside[1:]
+            job(turn)
+            found[name].append(time.perf_counter() - begun)
+            after()
+    return {name: times[1:] for name, times in found.items()}
 
 
 def _tensors(place: Path, quick: bool) -> Iterator[Row]:
-    count, turns = (1000, 3) if quick else (10_000, 9)
+    count, turns = (1000, 3) if quick else (10_000, DISK)
     state: dict[str, Any] = {f"layer.{i}.weight": torch.randn(1024) for i in range(count)}
     with distckpt.CheckpointManager(place / "ours", keep_last=1) as manager:
-        ours, theirs = _in_turns(turns, lambda turn: manager.save(turn, distckpt.Shards(state)),
-                                 lambda: dcp.save(state, checkpoint_id=str(place / "dcp")),
-                                 lambda: shutil.rmtree(place / "dcp"), lambda: None)
-    yield Row(f"{count} tensors of 4 KB, durable: Shards / dcp.save", ours, theirs, 1 / 10, f"{turns} rounds", case=12)
+        def theirs(sync: bool, turn: int) -> None:
+            dcp.save(state, storage_writer=FileSystemWriter(place / "dcp", sync_files=sync))
+
+        def away() -> None:
+            shutil.rmtree(place / "dcp")
+
+        found = in_turns(turns, {"ours": (lambda turn: manager.save(turn, distckpt.Shards(state)), lambda: None),
+                                 "dcp": (partial(theirs, True), away), "unsynced": (partial(theirs, False), away)})
+    name = f"{count} tensors of 4 KB, durable: Shards / dcp.save"
+    yield Row(name, found["ours"], found["dcp"], 1 / 10, "which syncs its files", case=12)
+    yield Row(f"{name}, sync_files=False, as it returns", found["ours"], found["unsynced"], case=12)
 
 
-def _write(path: str, data: bytes, sync: bool = False) -> None:
+def _write(path: str, data: bytes, sync: bool) -> None:
     with open(path, "wb") as out:
         out.write(data)
         if sync:
@@ -61,7 +67,7 @@ def _write(path: str, data: bytes, sync: bool = False) -> None:
 
 
 def _files(place: Path, quick: bool) -> Iterator[Row]:
-    count, turns = (200, 3) if quick else (1000, 9)
+    count, turns = (200, 3) if quick else (1000, DISK)
     data = os.urandom(4096)
     with distckpt.CheckpointManager(place / "ours", keep_last=1) as manager:
         assert manager._owned is not None
@@ -70,13 +76,19 @@ def _files(place: Path, quick: bool) -> Iterator[Row]:
         def saved(turn: int) -> None:
             with manager.saving(turn) as files:
                 for number in range(count):
-                    _write(files.mine(str(number)), data)
+                    _write(files.mine(str(number)), data, False)
 
-        def plain() -> None:
+        def plain(sync: bool, turn: int) -> None:
             os.mkdir(place / "plain")
             for number in range(count):
-                _write(str(place / "plain" / str(number)), data, sync=True)
+                _write(str(place / "plain" / str(number)), data, sync)
 
-        ours, theirs = _in_turns(turns, saved, plain, lambda: shutil.rmtree(place / "plain"), lambda: janitor.wait(60))
-    yield Row(f"{count} files of 4 KB, durable: saving() / a loop that syncs each", ours, theirs, 1 / 8,
-              f"{turns} rounds; ours are digested and committed; a journaled file system shows the difference", case=12)
+        def away() -> None:
+            shutil.rmtree(place / "plain")
+
+        found = in_turns(turns, {"ours": (saved, lambda: janitor.wait(60)), "synced": (partial(plain, True), away),
+                                 "unsynced": (partial(plain, False), away)})
+    name = f"{count} files of 4 KB, durable: saving() / a loop that syncs"
+    yield Row(f"{name} each", found["ours"], found["synced"], 1 / 8,
+              "ours are digested and committed; a journaled file system shows the difference", case=12)
+    yield Row(f"{name} none, as it returns", found["ours"], found["unsynced"], case=12)

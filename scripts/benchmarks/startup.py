@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -16,11 +18,16 @@ import distckpt
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.store import Client
 from distckpt.options import Seams
-from scripts.benchmarks.report import Row
-from scripts.benchmarks.rounds import scenarios
+from scripts.benchmarks import peers
+from scripts.benchmarks.report import LATENCY, Row
+from scripts.benchmarks.rounds import rotated, scenarios
+from scripts.proof.peers.child import environment
 
-_PEERS = ("torch.distributed.checkpoint", "safetensors.torch", "accelerate", "deepspeed", "lightning", "torchsnapshot",
-          "orbax.checkpoint")
+_HERE = ("torch.distributed.checkpoint", "safetensors.torch", "accelerate", "deepspeed", "lightning")
+_APART = {"torchsnapshot": "torchsnapshot", "orbax": "orbax.checkpoint", "torch_checkpointing": "torch_checkpointing",
+          "moonclip": "moonclip", "ravex": "ravex"}
+"""What is imported of the peers that have environments of their own."""
+_QUICKEST = 3
 
 
 def run(place: Path, quick: bool, only: str) -> Iterator[Row]:
@@ -52,30 +59,68 @@ def _poll(place: Path, quick: bool) -> Iterator[Row]:
                 manager.poll(step)
             times.append((time.perf_counter() - begun) / many)
         sent = store.messages - before
-    yield Row("one poll in peace", times, [], note=f"{sent} messages in {many * len(times)} polls, none wanted",
-              case=14, limit=2e-6)
+    yield from poll_rows(times, many * len(times), sent)
 
 
-def _seconds(*code: str) -> float:
+def poll_rows(times: list[float], polls: int, sent: int) -> Iterator[Row]:
+    yield Row("one poll in peace", times, [], note=f"the mean of {polls // len(times)} polls each", case=14, limit=2e-6,
+              least=LATENCY)
+    yield Row(f"messages of {polls} polls in peace", [float(sent)], [], case=14, limit=0.0, unit="", least=1)
+
+
+def _seconds(python: str, *code: str) -> float:
     begun = time.perf_counter()
-    subprocess.run([sys.executable, *code], check=True, capture_output=True)
+    subprocess.run([python, *code], check=True, capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     return time.perf_counter() - begun
 
 
+def _peers() -> tuple[dict[str, tuple[str, str]], list[Row]]:
+    """{peer: (its Python, what is imported)}, and a row for each that is not to be had. Some have environments of their own."""
+    found, absent = {}, []
+    for module in _HERE:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            found[module] = (sys.executable, module)
+        else:
+            absent.append(Row(f"beside import {module}", [], [], note=f"did not install: {sys.executable} does not have it"))
+    for peer in peers.PEERS:
+        if peer.name not in _APART:
+            continue
+        module, why = _APART[peer.name], environment(peers.HOMES / peer.name, peer.packages)
+        try:
+            if why:
+                raise RuntimeError(why)
+            _seconds(peer.python, "-c", f"import {module}")
+            found[module] = (peer.python, module)
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            absent.append(Row(f"beside import {module}", [], [], note=f"did not install: {' '.join(str(error).split())}"))
+    return found, absent
+
+
 def _import(place: Path, quick: bool) -> Iterator[Row]:
-    turns = 3 if quick else 9
-    peers = [name for name in _PEERS if importlib.util.find_spec(name.partition(".")[0])]
-    ours, shown, bare = [], [], []
-    theirs: dict[str, list[float]] = {name: [] for name in peers}
-    for _ in range(turns + 1):
-        ours.append(_seconds("-c", "import distckpt"))
-        shown.append(_seconds("-m", "distckpt", "--help"))
-        bare.append(_seconds("-c", "pass"))
-        for name in peers:
-            theirs[name].append(_seconds("-c", f"import {name}"))
-    yield Row("import distckpt / python alone", ours[1:], bare[1:], case=15, limit=0.15)
-    yield Row("distckpt --help / python alone", shown[1:], bare[1:], case=15, limit=0.15)
-    quickest = min(peers, key=lambda name: min(theirs[name]))
-    for name in peers:
-        yield Row(f"import distckpt / import {name}", ours[1:], theirs[name][1:], 1 / 15 if name == quickest else None,
-                  "the quickest of the peers here" if name == quickest else "", case=15)
+    """Every peer is imported twice, to find the quickest; then those, and ours, have all the rounds."""
+    modules, absent = _peers()
+    first = {name: min(_seconds(python, "-c", f"import {module}") for _ in range(1 if quick else 2))
+             for name, (python, module) in modules.items()}
+    quickest = sorted(first, key=first.__getitem__)[:_QUICKEST]
+    print("   imports, s: " + ", ".join(f"{name} {took:.1f}" for name, took in first.items()), flush=True)
+    programs: dict[str, tuple[str, ...]] = {
+        "ours": (sys.executable, "-c", "import distckpt"), "help": (sys.executable, "-m", "distckpt", "--help"),
+        "bare": (sys.executable, "-c", "pass"),
+        **{name: (modules[name][0], "-c", f"import {modules[name][1]}") for name in quickest}}
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range((2 if quick else LATENCY) + 1):
+        for name in rotated(list(programs), turn):
+            found[name].append(_seconds(*programs[name]))
+    yield from import_rows({name: times[1:] for name, times in found.items()})
+    yield from absent
+
+
+def import_rows(found: dict[str, list[float]]) -> Iterator[Row]:
+    yield Row("import distckpt / python alone", found["ours"], found["bare"], case=15, limit=0.15, least=LATENCY)
+    yield Row("distckpt --help / python alone", found["help"], found["bare"], case=15, limit=0.15, least=LATENCY)
+    others = [name for name in found if name not in ("ours", "help", "bare")]
+    quickest = min(others, key=lambda name: statistics.median(found[name]), default=None)
+    for name in others:
+        first, python = name == quickest, statistics.median(found["bare"]) / statistics.median(found[name])
+        yield Row(f"import distckpt / import {name}", found["ours"], found[name], 1 / 15 if first else None,
+                  f"{'the quickest of the peers; ' if first else ''}python alone is {python:.2g} of it", case=15, least=LATENCY)

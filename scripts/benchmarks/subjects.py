@@ -52,6 +52,34 @@ def memcpy(tensors: dict[str, torch.Tensor]) -> Callable[[int], Times]:
     return once
 
 
+class Net:
+    """A model that trains: its parameters and AdamW's two moments of each are about ``size`` bytes."""
+
+    def __init__(self, size: int) -> None:
+        width = 1024
+        layers = max(size // 3 // (4 * width * width), 1)
+        self._model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.ReLU())))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), foreach=True)
+        self._batch = torch.randn(256, width)
+        self.learn()
+        self.update()
+
+    def learn(self) -> None:
+        """Forward and backward."""
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def payload(self) -> dict[str, Any]:
+        return {"model": distckpt.Shards(self._model), "optimizer": distckpt.Shards(self._optimizer)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        moments = (moment for state in self._optimizer.state.values() for moment in (state["exp_avg"], state["exp_avg_sq"]))
+        return {str(i): t.detach() for i, t in enumerate([*self._model.parameters(), *moments])}
+
+
 class Saver:
     """A manager and a way to save by it: ``save(step, background=...)``. Each call: (seconds in ``save``, until durable, of this
     thread's CPU in ``save``: other programs add to the first and hardly to the last, which in turn leaves out waiting)."""
@@ -126,6 +154,7 @@ class Dcp:
                  keep_stager: bool = False, overlap: bool = False) -> None:
         self._state = sharded(tensors)
         self._rank, self._folder, self._kind, self._turn = rank, folder, kind, 0
+        self._made: list[str] = []
         self._group = dist.new_group(backend="gloo")  # its thread's collectives must not meet the training's
         shared = kind is AsyncCheckpointerType.PROCESS
         self._stager = DefaultStager(StagingOptions(False, shared, overlap, False)) if keep_stager or overlap else None
@@ -137,6 +166,7 @@ class Dcp:
         """(seconds in the call, its future)"""
         self._turn += 1
         path = f"{self._folder}/{self._turn}"
+        self._made.append(path)
         begun = time.perf_counter()
         if self._kind is None:
             dcp.save(self._state, checkpoint_id=path, process_group=self._group)
@@ -157,8 +187,10 @@ class Dcp:
     def end(self) -> None:
         self.wait()
         dist.barrier()
-        if self._rank == 0:
-            shutil.rmtree(f"{self._folder}/{self._turn}")
+        while self._made:
+            made = self._made.pop()
+            if self._rank == 0:
+                shutil.rmtree(made)
         dist.barrier()
 
     def __call__(self, turn: int) -> Times:
