@@ -274,8 +274,8 @@ class StaleFiles(Files):
 class _Out:
     def __init__(self, files: StaleFiles, inner: Output, path: str) -> None:
         self._files, self._inner, self._path, self._size = files, inner, path, 0
-        self.start_writeback, self.drop_cache = inner.start_writeback, inner.drop_cache
-        self.fsync, self.close = inner.fsync, inner.close
+        self.start_writeback, self.await_writeback = inner.start_writeback, inner.await_writeback
+        self.drop_cache, self.fsync, self.close = inner.drop_cache, inner.fsync, inner.close
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         done = self._inner.write(data)
