@@ -45,9 +45,11 @@ class RankFiles:
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
                  aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
-                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM, twins: Twins | None = None) -> None:
+                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM, twins: Twins | None = None,
+                 kept: bool = False) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
         self.first: int = parent.first if parent else first
+        self.kept: bool = parent.kept if parent else kept  # what is written stays in the page cache
         self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
         self._algorithm, self._aborted, self._runtime = algorithm, aborted, runtime
         self._top: RankFiles = parent._top if parent else self
@@ -151,7 +153,8 @@ class RankFiles:
         with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
         path = self._claim(own)
-        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written))
+        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written),
+                             self.kept)
         self._top._claims[self._prefix + own].writer = writer
         return writer
 
@@ -308,14 +311,15 @@ class RankFiles:
             if seen.kind != "file" or seen.size != writer.size:
                 raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
             return FileEntry(relative, writer.size, writer.digest, self.rank)
-        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm, self.kept)
         if claim.size is not None and entry.size != claim.size:
             raise OSError(errno.EIO, f"its writer reported {claim.size} bytes and {entry.size} are on disk", path)
         return entry
 
 
-def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None) -> FileEntry:
-    """Measure and fsync a file that somebody else's code wrote. An error here condemns the file, and the attempt."""
+def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None, kept: bool = False) -> FileEntry:
+    """Measure and fsync a file that somebody else's code wrote. An error here condemns the file, and the attempt. ``kept``: its
+    pages stay in memory."""
     path = os.path.join(directory, relative)
     try:
         seen = files.stat(path)
@@ -331,4 +335,6 @@ def make_durable(files: Files, directory: str, relative: str, rank: int, algorit
     after = files.stat(path)
     if (after.size, after.inode) != (size, seen.inode) or size != seen.size:
         raise OSError(errno.EIO, f"still being written: {seen.size}, then {size}, then {after.size} bytes", path)
+    if not kept:
+        files.drop_cache(path)
     return FileEntry(relative, size, text, rank)
