@@ -67,7 +67,7 @@ class Lightning:
         else:
             path = os.path.join(files.path, NAME)
         # Lightning's DCP call digests nothing, computes a CRC and syncs before we can digest beside the disk's work
-        with standing_in_for_dcp(path, lambda state, group: write_state(state, files.below(NAME), ranks.rank, group)):
+        with standing_in_for_dcp(path, lambda state, group: write_state(state, files.below(NAME), ranks, group)):
             strategy.save_checkpoint(dumped, path)
         if os.path.isdir(path):
             _claim_shards(files, path, ranks.rank)

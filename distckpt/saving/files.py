@@ -102,6 +102,11 @@ class RankFiles:
         self._top._claims[self._prefix + name].size = size
         return path
 
+    @property
+    def prefix(self) -> str:
+        """Where this stands below the checkpoint's own directory: empty, or with a slash at the end."""
+        return self._prefix
+
     def below(self, name: str) -> RankFiles:
         """The same, inside the sub-directory ``name``."""
         check_member_path(name)
@@ -221,19 +226,6 @@ class RankFiles:
         self._top._claims.setdefault(relative, _Claim())
         self._make_parents(relative)
         return path
-
-    def relink(self, name: str) -> None:
-        """``name``, which this rank claimed and its framework wrote to the end, becomes one more name of the same bytes in the
-        checkpoint before, if it has them. Only a name that no other rank's framework can write (S25). What was just written is
-        in memory, and is gone before the disk had to have it."""
-        relative, twins = self._prefix + name, self._top.twins
-        if twins is None or self._algorithm is None or not twins.has(self._files, relative):
-            return
-        path = os.path.join(self._directory, relative)
-        size, digest = _digest.of_file(self._files, path, self._asking(self._top.bytes_written), self._algorithm)
-        if twins.link(self._files, relative, size, digest, f"{path}.twin"):
-            self._files.rename(f"{path}.twin", path)
-            self._top._claims[relative] = _Claim(Written(size, digest, linked=True))
 
     def is_linked(self, relative: str) -> bool:
         """Whether ``relative``, from the checkpoint's own directory, is one more name of a committed file."""

@@ -52,11 +52,12 @@ class Saver:
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
         self._on_exists, self._policy, self._hooks, self._parts = on_exists, policy, hooks, parts
         self._links, self._kept = links, kept
+        self._between: dict[Any, Any] = {}
         self._patience = Patience.towards(seams.files, seams.runtime, layout.root, timeouts.visible,
                                           lambda: group.pulse.phase(group.pulse.current_phase))
 
     def ranks(self) -> Ranks:
-        return Ranks(self._group.rank, self._group.world, self._group.collectives)
+        return Ranks(self._group.rank, self._group.world, self._group.collectives, kept=self._between)
 
     def save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
              on_exists: str | None, blocked: float | None = None) -> Saved:

@@ -42,7 +42,7 @@ LEFT_OUT = {
     "saving/arena.py": "where in memory a copy stands: what is wrong there is other bytes, which every test of a payload sees",
     "payloads/pieces.py": "how many small tensors one write takes",
     "payloads/scratch.py": "a place in memory that a framework's writer uses; the lock goes with the process",
-    "payloads/dcp.py": "DCP's own calls by these names; its order is DCP's, and what it wrote is synced by saving/files.py",
+    "payloads/dcp.py": "DCP's own calls by these names; its order is DCP's, and its files are saving/piecewriter.py's",
     "payloads/deepspeed.py": "DeepSpeed's own words by these names; what it wrote is synced by saving/files.py",
     "payloads/lightning.py": "Lightning's shards; what it wrote is synced by saving/files.py",
     "payloads/framework.py": "the framework's writer: it is stood in for by payloads/standin.py and payloads/memory.py",
