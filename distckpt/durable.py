@@ -31,6 +31,7 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE = 3
+_DESCRIPTORS = "/proc/self/fd"
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "mmfs", "beegfs", "wekafs", "cifs", "smb3", "smbfs", "9p", "virtiofs",
@@ -342,6 +343,22 @@ class Files:
         """Make the bytes of a file durable that somebody else wrote."""
         with _opened(path, READING) as fd:
             os.fsync(fd)
+
+    @property
+    def sees_open(self) -> bool:
+        """Whether ``open_below`` knows anything, and ``start_writeback`` does."""
+        return _SYNC_RANGE is not None and os.path.isdir(_DESCRIPTORS)
+
+    def open_below(self, directory: str) -> list[str]:
+        """The files below ``directory`` that this process has open, as far as the kernel tells; by their descriptors, so that no
+        directory is read and no network asked. For hints only."""
+        top, found = os.path.realpath(directory) + os.sep, set()
+        for number in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile
+                path = os.readlink(f"{_DESCRIPTORS}/{number}")
+                if path.startswith(top):
+                    found.add(os.path.join(directory, path[len(top):]))
+        return sorted(found)
 
     def start_writeback(self, path: str) -> None:
         """Ask the kernel to begin writing a file that somebody else writes, or wrote; a hint, and no promise."""

@@ -295,7 +295,7 @@ class CheckpointManager:
     def _saving(self, series: str, step: int, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
                 on_exists: str | None) -> Iterator[RankFiles]:
         self._enter()
-        with self._saver.saving(series, step, BLOCK, metrics, meta, on_exists) as (files, _, saved):
+        with self._saver.saving(series, step, BLOCK, metrics, meta, on_exists) as (files, _, saved), files.paced():
             yield files
         self._saved(series, step)
         self._hooks.run(saved.record)

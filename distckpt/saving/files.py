@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from distckpt.ordered import make_dir, walk
 from distckpt.patience import NONE, Patience
 from distckpt.runtime import SYSTEM, Runtime
 from distckpt.saving.links import Nowhere, Twins
+from distckpt.saving.pacing import paced
 from distckpt.saving.piecewriter import PACE, PeerFailed, PieceWriter
 from distckpt.together import together
 
@@ -148,6 +150,18 @@ class RankFiles:
         """Remove a file that this rank has written under ``name``, the framework's, and let it be written anew. Local."""
         del self._top._claims[self._prefix + name]
         self._files.unlink(os.path.join(self._directory, self._prefix + name))
+
+    def paced(self) -> AbstractContextManager[None]:
+        """Inside, a framework writes files below this checkpoint's directory: the disk begins with them meanwhile. Local."""
+        if self.skipped:
+            return nullcontext()
+        claims = self._top._claims
+
+        def ours(path: str) -> bool:
+            claim = claims.get(os.path.relpath(path, self._directory))
+            return claim is not None and claim.writer is not None
+
+        return paced(self._files, self._runtime, self._directory, ours)
 
     def begin(self, path: str) -> None:
         """Let the disk begin with a file that somebody else's code has written, while this rank goes on. Local."""

@@ -232,6 +232,8 @@ class CrashFiles(Disk, Files):
             else:
                 self._sync_data(node, path)
 
+    sees_open = False
+
     def start_writeback(self, path: str) -> None:
         """Nothing: what is not synced may be on the disk or not, whoever asked."""
 

@@ -343,6 +343,13 @@ class FaultyFiles(Files):
     def fsync(self, path: str) -> None:
         self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)
 
+    @property
+    def sees_open(self) -> bool:
+        return self.inner.sees_open
+
+    def open_below(self, directory: str) -> list[str]:
+        return self.inner.open_below(directory)
+
     def start_writeback(self, path: str) -> None:
         self._do("start_writeback", path, "", lambda: self.inner.start_writeback(path), None)
 

@@ -60,6 +60,8 @@ class Server:
 class StaleFiles(Files):
     """One host's view; see ``Server``. ``met`` counts how often something was kept from it. ``delay`` changes how late it is."""
 
+    sees_open = False
+
     def __init__(self, server: Server, inner: Files, host: str, runtime: Runtime, names: float, sizes: float,
                  directories_as: str, nocto: bool) -> None:
         self.server, self.inner, self.host, self._runtime = server, inner, host, runtime
