@@ -39,6 +39,7 @@ LEFT_OUT = {
     "cli/probe.py": "a trial in a directory of its own, of which nothing is kept",
     "coordination/bootstrap.py": "waits for a thread at the end, for no longer than it may",
     "saving/alone.py": "the size of a tensor, which decides what is copied how",
+    "saving/pacing.py": "hints that a write may begin: no promise hangs on when they end, and saving/files.py syncs the file",
     "saving/arena.py": "where in memory a copy stands: what is wrong there is other bytes, which every test of a payload sees",
     "payloads/pieces.py": "how many small tensors one write takes",
     "payloads/scratch.py": "a place in memory that a framework's writer uses; the lock goes with the process",

@@ -524,6 +524,19 @@ def test_B89_every_file_of_dcp_is_synced_by_us_when_it_is_whole(root: Path) -> N
                                                           if p.name != "commit.json"}
 
 
+def test_small_tensors_reach_dcps_file_by_the_dozen_and_large_ones_as_they_are(root: Path) -> None:
+    """DCP writes an archive per tensor, ten small writes each."""
+    state = {**{f"small{n}": torch.full((4,), float(n)) for n in range(300)}, "large": torch.arange(1 << 20, dtype=torch.float32)}
+    files = FaultyFiles(REAL)
+    with distckpt.CheckpointManager(str(root), seams=Seams(files=files)) as manager:
+        manager.save(1, DCP(state=state))
+    size = (root / "step-1" / "__0_0.distcp").stat().st_size
+    assert len(files.operations("write", "__0_0.distcp")) < 3 + size // (64 << 10)
+    fresh = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(fresh, checkpoint_id=root / "step-1")
+    assert all(torch.equal(fresh[name], value) for name, value in state.items())
+
+
 def test_dcps_metadata_is_checked_before_dcp_unpickles_it(manager: Any, root: Path) -> None:
     model, _ = trained()
     manager.save(1, DCP(model))
