@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from distckpt.coordination.collector import held_off
+
 
 @dataclass(frozen=True)
 class AsBefore(SavePlan):
@@ -65,6 +67,11 @@ class Planner(DefaultSavePlanner):
         return AsBefore([], number=before.number) if before is not None and before.local == self._local else self._local
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        tensors = max(sum(len(plan.items) for plan in all_plans), len(self._before.metadata) >> 7 if self._before else 0)
+        with held_off(tensors):
+            return self._create(all_plans)
+
+    def _create(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         before = self._before
         unknown = [rank for rank, plan in enumerate(all_plans)
                    if isinstance(plan, AsBefore) and (before is None or not before.plans or plan.number != before.number)]
