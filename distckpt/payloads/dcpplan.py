@@ -91,7 +91,8 @@ class Planner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if isinstance(new_plan, AsBefore):
             assert self._before is not None
-            self.plan, number = self._before.final, new_plan.number
+            # where to is the storage writer's word, of this save as of every other
+            self.plan, number = replace(self._before.final, storage_data=new_plan.storage_data), new_plan.number
         else:
             self.plan, number = super().finish_plan(new_plan), new_plan.planner_data
         self.kept = Kept(number, self._local, self.plan, self._plans, self._metadata)
