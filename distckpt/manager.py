@@ -53,6 +53,10 @@ class CheckpointManager:
     refuses another's. ``digest``: "xxh3-128", None, or "sha256", an eighth of the speed, which with signed markers
     (``distckpt.trust``) is proof against exchanged files as well. ``dedup="link"``: a file of Shards whose bytes have not changed
     since the checkpoint before is hard-linked instead of written; damage to one such file is damage to all its names.
+    ``page_cache``: what becomes of a checkpoint's pages in memory once they are on the disk. "drop" gives them back behind the
+    write, so that checkpoints push nothing out that training reads, and several ranks write faster; whoever reads the checkpoint
+    next waits for the disk. "keep" leaves them there for who reads at once on this machine (an evaluation, ``verify --digest``),
+    for as much memory as the checkpoint is large.
     ``allow_shared_root``: use a root that belongs to another user, or in which every user may write and there is no sticky bit;
     without it that is a ConfigError, since what is loaded from there may be somebody else's. A group that may write is taken as
     it is. ``check_staging`` (or
@@ -72,7 +76,7 @@ class CheckpointManager:
                  on_failure: str | Tolerate = "raise", stop_signals: Iterable[str] = DEFAULT, grace: float | None = None,
                  digest: str | None = XXH3, dedup: str | None = None, allow_shared_root: bool = False,
                  check_staging: bool | None = None, writer: str = "thread", storage: str = "shared",
-                 timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
+                 page_cache: str = "drop", timeouts: Timeouts | None = None, seams: Seams | None = None) -> None:
         policy = options.policy(retention, keep_last, keep_every, keep_best, best_metric, best_mode)
         self._seams = seams or Seams()
         self._timeouts = timeouts or Timeouts()
@@ -86,6 +90,7 @@ class CheckpointManager:
         options.choice("in_flight", in_flight, options.IN_FLIGHT)
         options.choice("writer", writer, options.WRITERS)
         options.choice("storage", storage, options.STORAGE)
+        kept = options.choice("page_cache", page_cache, options.PAGE_CACHE) == "keep"
         timing = Timing(save_every_minutes, grace)
         self._pid = os.getpid()
         self._series = {MAIN: Series(policy, schedule)}
@@ -117,7 +122,7 @@ class CheckpointManager:
         parts = self._start.parts(self._committer, self._policy, digest) if isinstance(self._start, LocalStart) else None
         self._saver = Saver(self._seams, self._layout, self._naming, self._group, self._committer, self._timeouts,
                             self._algorithm, self._on_exists, self._policy, self._hooks, parts,
-                            links)
+                            links, kept)
         self._restorer = Restorer(self._seams, self._layout, self._naming, self._group, self._owned, self._lineage, fingerprint,
                                   self._timeouts, self._start.domains, self._start.abroad)
         self._behind = Behind(self._seams, self._layout, self._naming, self._group, self._saver, self._hooks,
@@ -290,7 +295,7 @@ class CheckpointManager:
     def _saving(self, series: str, step: int, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
                 on_exists: str | None) -> Iterator[RankFiles]:
         self._enter()
-        with self._saver.saving(series, step, BLOCK, metrics, meta, on_exists) as (files, _, saved):
+        with self._saver.saving(series, step, BLOCK, metrics, meta, on_exists) as (files, _, saved), files.paced():
             yield files
         self._saved(series, step)
         self._hooks.run(saved.record)

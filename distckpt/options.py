@@ -20,6 +20,7 @@ IN_FLIGHT = ("wait", "skip", "error")
 WRITERS = ("thread", "process")
 STORAGE = ("shared", "node-local")
 DEDUP = (None, "link")
+PAGE_CACHE = ("drop", "keep")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from distckpt.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ class Ranks:
     """Who writes or loads. ``gloo``: a process group of our own for frameworks that run collectives, None without torch's.
 
     ``strict``: a member that the checkpoint lacks is an error. ``only``: names to load, None for all. ``step``: what is being
-    saved, for a payload that counts steps itself.
+    saved, for a payload that counts steps itself. ``kept``: what payloads keep from one save of this manager for the next.
     """
 
     rank: int
@@ -27,6 +27,7 @@ class Ranks:
     strict: bool = True
     only: Collection[str] | None = None
     step: int | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Sharded model and optimizer by torch.distributed.checkpoint: FSDP2, FSDP1, DDP and plain modules.
 
-Layout, planning and resharding are DCP's. What is ours: the directory, the durability, and not believing DCP's word:
+Layout, planning and resharding are DCP's. What is ours: the directory, the files, their durability, and not believing DCP's word:
 it returns success although a writer thread failed (FIELD_CASES B89), and fsyncs its metadata before the buffer is
 flushed. Here every planned item must have been written, and every file is synced and measured again by path.
 """
@@ -8,15 +8,17 @@ flushed. Here every planned item must have been written, and every file is synce
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -30,26 +32,70 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.errors import ConfigError, MemberMissing
 from distckpt.payloads import loadable, optim, pieces
 from distckpt.payloads.base import Payload, Ranks
+from distckpt.payloads.dcpplan import planning
 from distckpt.payloads.dcpread import METADATA, Planner, Reader, metadata_of, unpickled
 from distckpt.payloads.framework import own_failure
 from distckpt.payloads.live import Live, joined, of_value
 from distckpt.payloads.torchfile import without_crc
 from distckpt.saving.files import RankFiles
-from distckpt.saving.piecewriter import PeerFailed
+from distckpt.saving.piecewriter import PeerFailed, PieceWriter
 
 log = logging.getLogger(__name__)
 
+_GATHERED = 64 << 10
+
+
+class _Gathered:
+    """``out``, which gets the many small writes of an archive per tensor by the dozen; large ones pass, and are not copied."""
+
+    def __init__(self, out: PieceWriter) -> None:
+        self._out, self._small = out, bytearray()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) + len(self._small) > _GATHERED:
+            self._pass_on()
+        if len(view) > _GATHERED:
+            self._out.write(view)
+        else:
+            self._small += view
+        return len(view)
+
+    def _pass_on(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._out.write(small)
+
+    def tell(self) -> int:
+        return self._out.tell() + len(self._small)
+
+    def flush(self) -> None:
+        """DCP's, behind every tensor: not yet."""
+
+    def close(self) -> None:
+        """DCP's, when the file is whole. Whose ``out`` is closes that."""
+        self._pass_on()
+
+
+class _Streams(FileSystem):
+    """DCP's file system; while ``into`` is set, its files are ours: digested as they are written, paced, synced when closed."""
+
+    into: Callable[[str], _Gathered] | None = None
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+        return super().create_stream(path, mode) if self.into is None else nullcontext(self.into(os.path.basename(path)))
+
 
 class _Writer(FileSystemWriter):
-    """DCP's own file writer, which claims what this rank wrote and notices what it did not.
+    """DCP's own file writer into our files, which notices what it did not write.
 
     ``held``: an error from before DCP's collectives, raised inside the first of them, where DCP brings it to every rank.
     """
 
     def __init__(self, files: RankFiles, held: Exception | None) -> None:
-        # One thread: DCP drops the errors of the others. No fsync of its own: ours follows, after the flush.
+        # One thread: DCP drops the errors of the others. No fsync of its own: ours is where the file is closed.
         super().__init__(files.directory, sync_files=False, thread_count=1)
         self._claims, self._held = files, held
+        self._streams = self.fs = _Streams()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The directory is there already and is never made on the way: a fenced-off zombie must get ENOENT (S5)."""
@@ -61,9 +107,7 @@ class _Writer(FileSystemWriter):
         results: list[WriteResult] = []
         with without_crc(self._claims.algorithm is not None):  # of each tensor, which is an archive of its own in DCP's files
             for part in _parts(plan) if self._claims.linking else [plan]:
-                found = super().write_data(part, planner).wait()
-                self._claim(found)
-                results += found
+                results += self._write(part, planner)
         written = {result.index for result in results}
         missing = [item.index for item in plan.items if item.index not in written]
         if missing:
@@ -73,14 +117,28 @@ class _Writer(FileSystemWriter):
         future.set_result(results)
         return future
 
-    def _claim(self, results: list[WriteResult]) -> None:
-        ends: dict[str, int] = {}
-        for result in results:
-            stored = result.storage_data
-            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
-        for name, size in sorted(ends.items()):
-            self._claims.claim(name, size)
-            self._claims.relink(name)  # its name carries the rank, and DCP opens it once
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """``plan`` into its one file, or as one more name of the same bytes in the checkpoint before: the name carries the rank,
+        and no other rank's DCP opens it (S25)."""
+        found: list[WriteResult] = []
+        own = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+
+        def pour(out: PieceWriter) -> None:
+            gathered = _Gathered(out)
+
+            def into(name: str) -> _Gathered:
+                assert name == own, f"DCP writes {name}, not {own}"
+                return gathered
+
+            self._streams.into = into
+            try:
+                found[:] = super(_Writer, self).write_data(plan, planner).wait()
+                gathered.close()
+            finally:
+                self._streams.into = None
+
+        self._claims.put(own, pour, exact=True)
+        return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -99,14 +157,14 @@ def _parts(plan: SavePlan) -> Iterator[SavePlan]:
             yield replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
 
 
-def write_state(state: dict[str, Any], files: RankFiles, rank: int, group: Any, held: Exception | None = None) -> None:
+def write_state(state: dict[str, Any], files: RankFiles, ranks: Ranks, group: Any, held: Exception | None = None) -> None:
     """``state`` by DCP's save into ``files``' directory. Collective over ``group``. ``held``: what this rank has failed with
     already. Raises this rank's own error, PeerFailed where another rank's ended it."""
     try:
-        with _quietly():
-            save(state, storage_writer=_Writer(files, held), process_group=group)
+        with _quietly(), planning(ranks.kept, files.prefix) as planner:
+            save(state, storage_writer=_Writer(files, held), planner=planner, process_group=group)
     except CheckpointException as error:
-        raise own_failure(error, rank) from error
+        raise own_failure(error, ranks.rank) from error
     except RuntimeError as error:  # what a rank raises comes as the above: this is the collective itself, without a peer
         raise PeerFailed from error
 
@@ -153,7 +211,7 @@ class DCP:
 
     def write(self, files: RankFiles, ranks: Ranks) -> None:
         state, held = _try(self._checked)
-        write_state(state, files, ranks.rank, ranks.gloo(), held)
+        write_state(state, files, ranks, ranks.gloo(), held)
 
     def _checked(self) -> dict[str, Any]:
         """The state, after every value in it that DCP pickles was found to be one that can be loaded again."""

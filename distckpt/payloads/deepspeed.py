@@ -334,7 +334,8 @@ def _write(writer: Any, state: Any, files: RankFiles, name: str) -> None:
     else:
         files.stop_if_aborted()
         path = files.claim(name)
-        writer.save(state, path)
+        with files.paced():
+            writer.save(state, path)
     whole.check(path)
 
 

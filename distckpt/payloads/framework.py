@@ -95,7 +95,8 @@ class FrameworkFiles:
                 call.into(call.where)
                 files.begin(os.fspath(call.where))
 
-        source = self._run(files.private(), ranks.rank, place)
+        with files.paced():
+            source = self._run(files.private(), ranks.rank, place)
         names = self._names(source, passed)
         for name in passed.intersection(names):  # written again, by other means
             files.drop(name)
@@ -252,7 +253,8 @@ class _Waiting:
                 else:
                     files.stop_if_aborted()
                     path = files.claim(name)
-                    call.into(path)
+                    with files.paced():
+                        call.into(path)
                     whole.check(path)
                     files.begin(path)
         finally:

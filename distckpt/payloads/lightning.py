@@ -67,7 +67,7 @@ class Lightning:
         else:
             path = os.path.join(files.path, NAME)
         # Lightning's DCP call digests nothing, computes a CRC and syncs before we can digest beside the disk's work
-        with standing_in_for_dcp(path, lambda state, group: write_state(state, files.below(NAME), ranks.rank, group)):
+        with standing_in_for_dcp(path, lambda state, group: write_state(state, files.below(NAME), ranks, group)), files.paced():
             strategy.save_checkpoint(dumped, path)
         if os.path.isdir(path):
             _claim_shards(files, path, ranks.rank)
@@ -131,7 +131,8 @@ class _Copied:
             self._write_shards(files.below(NAME), ranks)
         elif ranks.rank == 0:
             path = files.claim(NAME)
-            self._strategy.checkpoint_io.save_checkpoint(self._dumped, path)
+            with files.paced():
+                self._strategy.checkpoint_io.save_checkpoint(self._dumped, path)
             _require_whole(path)
         if self._members is not None:
             self._members.write(files, ranks)

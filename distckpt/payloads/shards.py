@@ -68,7 +68,8 @@ class Shards:
             path = files.mine(self._file)
             with open(path, "xb") as out:
                 mode = os.fstat(out.fileno()).st_mode
-            save_file({k: v.contiguous() for k, v in value.items()}, path)
+            with files.paced():
+                save_file({k: v.contiguous() for k, v in value.items()}, path)
             os.chmod(path, mode & 0o7777)  # it renames a temporary of mode 0600 over; umask and the directory's ACL must hold
             return
         with files.writer(self._file) as out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from distckpt.ordered import make_dir, walk
 from distckpt.patience import NONE, Patience
 from distckpt.runtime import SYSTEM, Runtime
 from distckpt.saving.links import Nowhere, Twins
+from distckpt.saving.pacing import paced
 from distckpt.saving.piecewriter import PACE, PeerFailed, PieceWriter
 from distckpt.together import together
 
@@ -45,9 +47,11 @@ class RankFiles:
 
     def __init__(self, files: Files, directory: str, rank: int, world: int, *, algorithm: str | None,
                  aborted: Callable[[], bool], skipped: bool = False, prefix: str = "", patience: Patience = NONE,
-                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM, twins: Twins | None = None) -> None:
+                 parent: RankFiles | None = None, first: int = 0, runtime: Runtime = SYSTEM, twins: Twins | None = None,
+                 kept: bool = False) -> None:
         self.rank, self.world, self.skipped = rank, world, skipped
         self.first: int = parent.first if parent else first
+        self.kept: bool = parent.kept if parent else kept  # what is written stays in the page cache
         self._files, self._directory, self._prefix, self._patience = files, directory, prefix, patience
         self._algorithm, self._aborted, self._runtime = algorithm, aborted, runtime
         self._top: RankFiles = parent._top if parent else self
@@ -100,6 +104,11 @@ class RankFiles:
         self._top._claims[self._prefix + name].size = size
         return path
 
+    @property
+    def prefix(self) -> str:
+        """Where this stands below the checkpoint's own directory: empty, or with a slash at the end."""
+        return self._prefix
+
     def below(self, name: str) -> RankFiles:
         """The same, inside the sub-directory ``name``."""
         check_member_path(name)
@@ -142,6 +151,18 @@ class RankFiles:
         del self._top._claims[self._prefix + name]
         self._files.unlink(os.path.join(self._directory, self._prefix + name))
 
+    def paced(self) -> AbstractContextManager[None]:
+        """Inside, a framework writes files below this checkpoint's directory: the disk begins with them meanwhile. Local."""
+        if self.skipped:
+            return nullcontext()
+        claims = self._top._claims
+
+        def ours(path: str) -> bool:
+            claim = claims.get(os.path.relpath(path, self._directory))
+            return claim is not None and claim.writer is not None
+
+        return paced(self._files, self._runtime, self._directory, ours)
+
     def begin(self, path: str) -> None:
         """Let the disk begin with a file that somebody else's code has written, while this rank goes on. Local."""
         self._files.start_writeback(path)
@@ -151,7 +172,8 @@ class RankFiles:
         with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
         path = self._claim(own)
-        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written))
+        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written),
+                             self.kept)
         self._top._claims[self._prefix + own].writer = writer
         return writer
 
@@ -218,19 +240,6 @@ class RankFiles:
         self._top._claims.setdefault(relative, _Claim())
         self._make_parents(relative)
         return path
-
-    def relink(self, name: str) -> None:
-        """``name``, which this rank claimed and its framework wrote to the end, becomes one more name of the same bytes in the
-        checkpoint before, if it has them. Only a name that no other rank's framework can write (S25). What was just written is
-        in memory, and is gone before the disk had to have it."""
-        relative, twins = self._prefix + name, self._top.twins
-        if twins is None or self._algorithm is None or not twins.has(self._files, relative):
-            return
-        path = os.path.join(self._directory, relative)
-        size, digest = _digest.of_file(self._files, path, self._asking(self._top.bytes_written), self._algorithm)
-        if twins.link(self._files, relative, size, digest, f"{path}.twin"):
-            self._files.rename(f"{path}.twin", path)
-            self._top._claims[relative] = _Claim(Written(size, digest, linked=True))
 
     def is_linked(self, relative: str) -> bool:
         """Whether ``relative``, from the checkpoint's own directory, is one more name of a committed file."""
@@ -308,14 +317,15 @@ class RankFiles:
             if seen.kind != "file" or seen.size != writer.size:
                 raise OSError(errno.EIO, f"{writer.size} bytes were written and {seen.size} are on disk", path)
             return FileEntry(relative, writer.size, writer.digest, self.rank)
-        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm)
+        entry = make_durable(self._files, self._directory, relative, self.rank, self._algorithm, self.kept)
         if claim.size is not None and entry.size != claim.size:
             raise OSError(errno.EIO, f"its writer reported {claim.size} bytes and {entry.size} are on disk", path)
         return entry
 
 
-def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None) -> FileEntry:
-    """Measure and fsync a file that somebody else's code wrote. An error here condemns the file, and the attempt."""
+def make_durable(files: Files, directory: str, relative: str, rank: int, algorithm: str | None, kept: bool = False) -> FileEntry:
+    """Measure and fsync a file that somebody else's code wrote. An error here condemns the file, and the attempt. ``kept``: its
+    pages stay in memory."""
     path = os.path.join(directory, relative)
     try:
         seen = files.stat(path)
@@ -331,4 +341,6 @@ def make_durable(files: Files, directory: str, relative: str, rank: int, algorit
     after = files.stat(path)
     if (after.size, after.inode) != (size, seen.inode) or size != seen.size:
         raise OSError(errno.EIO, f"still being written: {seen.size}, then {size}, then {after.size} bytes", path)
+    if not kept:
+        files.drop_cache(path)
     return FileEntry(relative, size, text, rank)

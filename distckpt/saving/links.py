@@ -94,6 +94,9 @@ class Nowhere:
     def start_writeback(self, offset: int, length: int) -> None:
         return None
 
+    def await_writeback(self, offset: int, length: int) -> None:
+        return None
+
     def drop_cache(self, offset: int, length: int) -> None:
         return None
 

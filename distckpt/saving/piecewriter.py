@@ -19,15 +19,16 @@ class PeerFailed(Exception):
 class PieceWriter:
     """A binary file that digests what it is given, paces the kernel, and stops when another rank has failed.
 
-    Bytes pass straight from the caller's memory: digested while they are hot, written, and handed to the disk every
-    8 MB; pages are given back 32 MB behind, so that a save does not push the training's data out of memory.
+    Bytes pass straight from the caller's memory: digested while they are hot, written, handed to the disk every 8 MB and awaited
+    32 MB behind, so that the fsync at the end finds little left. Their pages are given back then, so that a save does not push
+    the training's data out of memory, unless they are to be ``kept`` for who reads the file next.
     """
 
-    def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None]) -> None:
-        self._out, self.path, self._between = out, path, between
+    def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False) -> None:
+        self._out, self.path, self._between, self._kept = out, path, between, kept
         self._digest = _digest.Running(algorithm) if algorithm else None
         self.size = 0
-        self._started = self._dropped = 0
+        self._started = self._awaited = 0
         self.durable = False
         self._closed = False
         self._failed: Exception | None = None
@@ -50,9 +51,11 @@ class PieceWriter:
                 self._out.start_writeback(self._started, self.size - self._started)
                 self._started = self.size
                 behind = self._started - _BEHIND
-                if behind > self._dropped:
-                    self._out.drop_cache(self._dropped, behind - self._dropped)
-                    self._dropped = behind
+                if behind > self._awaited:
+                    self._out.await_writeback(self._awaited, behind - self._awaited)
+                    if not self._kept:
+                        self._out.drop_cache(self._awaited, behind - self._awaited)
+                    self._awaited = behind
             self._between(self.size)
         return len(view)
 

@@ -42,20 +42,22 @@ class Saved:
 
 
 class Saver:
-    """What every save of one manager has in common. ``policy`` gives a series' retention; ``committer`` is rank 0's."""
+    """What every save of one manager has in common. ``policy`` gives a series' retention; ``committer`` is rank 0's; ``kept``:
+    what is written stays in the page cache."""
 
     def __init__(self, seams: Seams, layout: Layout, naming: Naming, group: Group, committer: Committer | None,
                  timeouts: Timeouts, algorithm: str | None, on_exists: str, policy: Callable[[str], Policy],
-                 hooks: Hooks, parts: Parts | None = None, links: bool = False) -> None:
+                 hooks: Hooks, parts: Parts | None = None, links: bool = False, kept: bool = False) -> None:
         self._seams, self._layout, self._naming, self._group = seams, layout, naming, group
         self._committer, self._timeouts, self._algorithm = committer, timeouts, algorithm
         self._on_exists, self._policy, self._hooks, self._parts = on_exists, policy, hooks, parts
-        self._links = links
+        self._links, self._kept = links, kept
+        self._between: dict[Any, Any] = {}
         self._patience = Patience.towards(seams.files, seams.runtime, layout.root, timeouts.visible,
                                           lambda: group.pulse.phase(group.pulse.current_phase))
 
     def ranks(self) -> Ranks:
-        return Ranks(self._group.rank, self._group.world, self._group.collectives)
+        return Ranks(self._group.rank, self._group.world, self._group.collectives, kept=self._between)
 
     def save(self, series: str, step: int, payload: Any, metrics: Mapping[str, Any] | None, meta: Mapping[str, Any] | None,
              on_exists: str | None, blocked: float | None = None) -> Saved:
@@ -118,7 +120,7 @@ class Saver:
                 self._committer.prepare(request, self._policy(series))
             work = Transaction(call, self._group, self._seams.files, self._layout, self._seams.runtime, request, self._committer,
                                algorithm=self._algorithm, arrive=self._timeouts.arrive, progress=self._timeouts.progress,
-                               patience=self._patience, parts=self._parts)
+                               patience=self._patience, parts=self._parts, kept=self._kept)
             files = work.begin({"options": self._policy(series).spec, "members": payload.members if payload else None,
                                 **self._hooks.drain()})
             if files is None:

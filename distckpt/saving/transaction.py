@@ -52,9 +52,9 @@ class Transaction:
 
     def __init__(self, call: Call, group: Group, files: Files, layout: Layout, runtime: Runtime, request: Request,
                  committer: Any, *, algorithm: str | None, arrive: float, progress: float, patience: Patience,
-                 parts: Parts | None = None) -> None:
+                 parts: Parts | None = None, kept: bool = False) -> None:
         self._call, self._group, self._files, self._layout, self._runtime = call, group, files, layout, runtime
-        self.request, self._committer, self._parts = request, committer, parts
+        self.request, self._committer, self._parts, self._kept = request, committer, parts, kept
         self._algorithm, self._arrive, self._progress, self._patience = algorithm, arrive, progress, patience
         self._client, self._pulse = group.rounds.client, group.pulse
         self.go: Go | None = None
@@ -89,10 +89,11 @@ class Transaction:
         self._pulse.phase("waiting to see the staging directory")
         handle = RankFiles(self._files, self._directory, self._group.rank, self._group.world, algorithm=self._algorithm,
                            aborted=lambda: self._client.has(self._decision), skipped=go.discard, patience=self._patience,
-                           first=parts.first if parts else 0, runtime=self._runtime, twins=twins)
+                           first=parts.first if parts else 0, runtime=self._runtime, twins=twins, kept=self._kept)
         self._pulse.probe(handle.written_bytes)
         self._unclaimed = Unclaimed(self._call, self._group, self._files, self._directory, go.attempt, self._failure,
-                                    algorithm=self._algorithm, progress=self._progress, patience=self._patience)
+                                    algorithm=self._algorithm, progress=self._progress, patience=self._patience,
+                                    kept=self._kept)
         if parts is not None:
             parts.begin(self._call, self.request, go, self._progress, self._failure, verdict["doubt"],
                         self._patience)

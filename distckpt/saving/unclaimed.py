@@ -29,10 +29,10 @@ class Unclaimed:
 
     def __init__(self, call: Call, group: Group, files: Files, directory: str, attempt: str,
                  failure: Callable[[BaseException], RankFailure], *, algorithm: str | None, progress: float,
-                 patience: Patience) -> None:
+                 patience: Patience, kept: bool = False) -> None:
         self._call, self._group, self._files, self._directory, self._failure = call, group, files, directory, failure
         self._algorithm, self._progress, self._patience = algorithm, progress, patience
-        self._attempt = attempt
+        self._attempt, self._kept = attempt, kept
 
     @property
     def shown_late(self) -> bool:
@@ -91,7 +91,8 @@ class Unclaimed:
             mine = index % len(self._group.leaders) == position or index >= len(unclaimed)
             # rank 0 has seen it; to open it is what makes this host ask for its size as well
             self._patience.again(partial(self._files.read, os.path.join(self._directory, path), 0))
-            entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None)
+            entry = make_durable(self._files, self._directory, path, self._group.rank, self._algorithm if mine else None,
+                                 self._kept)
             return [entry.path, entry.size, entry.digest]
 
         try:

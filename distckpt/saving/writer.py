@@ -135,7 +135,7 @@ class WriterProcess:
                 send_handle(channel, arena.handle, child.pid)
             self._known = arena.version
         channel.send(("write", packed, files.directory, ranks.rank, ranks.world, files.algorithm, files.first, files.patience,
-                      files.twins))
+                      files.twins, files.kept))
 
     def _follow(self, files: RankFiles) -> None:
         channel, child = self._channel, self._child
@@ -282,7 +282,7 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, rank: int, world: int,
-               algorithm: str | None, first: int, patience: float, twins: Twins | None) -> tuple[Any, ...]:
+               algorithm: str | None, first: int, patience: float, twins: Twins | None, kept: bool) -> tuple[Any, ...]:
     said = [time.monotonic()]
 
     def between() -> bool:
@@ -293,7 +293,7 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
         return channel.poll(0)
 
     files = RankFiles(REAL, directory, rank, world, algorithm=algorithm, aborted=between, first=first,
-                      patience=Patience(SYSTEM, patience), twins=twins)
+                      patience=Patience(SYSTEM, patience), twins=twins, kept=kept)
     try:
         _Unpacker(packed, block).load().write(files, Ranks(rank, world, lambda: None))
     except PeerFailed:

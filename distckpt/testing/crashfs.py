@@ -50,6 +50,11 @@ class _Out:
     def start_writeback(self, offset: int, length: int) -> None:
         return None
 
+    def await_writeback(self, offset: int, length: int) -> None:
+        """The kernel tells a write error once, and this may be the call that it is told to: a later fsync succeeds."""
+        if self._node.poisoned:
+            self._files._sync_data(self._node, self._path)
+
     def drop_cache(self, offset: int, length: int) -> None:
         return None
 
@@ -227,8 +232,13 @@ class CrashFiles(Disk, Files):
             else:
                 self._sync_data(node, path)
 
+    sees_open = False
+
     def start_writeback(self, path: str) -> None:
         """Nothing: what is not synced may be on the disk or not, whoever asked."""
+
+    def drop_cache(self, path: str) -> None:
+        """Nothing."""
 
     def fsync_dir(self, path: str) -> None:
         with self._operation("fsync_dir", path):

@@ -24,6 +24,7 @@ PathTest = str | Callable[[str], bool] | None
 WRITES = ("mkdir", "open", "write", "fsync", "close", "overwrite", "append", "fsync_file", "fsync_dir", "rename",
           "exchange", "link", "unlink", "rmdir")
 READS = ("scan", "stat", "read")
+HINTS = ("start_writeback", "await_writeback", "drop_cache")
 RESENT = ("mkdir", "rename", "unlink", "rmdir", "link")
 ENVIRONMENT = "DISTCKPT_FAULT"
 
@@ -54,8 +55,8 @@ class Fault:
 
     It fires at the ``at``-th operation that matches ``op`` and ``path`` (all operations, without them), and with
     ``forever`` at every matching one from there on. ``path`` is a part of the name, or a test of it. Reading
-    operations (scan, stat, read) are not counted; they match only a fault that names them. ``note`` hears of each firing
-    before it has an effect: what it writes down outlives a kill.
+    operations (scan, stat, read) and hints to the page cache are not counted; they match only a fault that names them.
+    ``note`` hears of each firing before it has an effect: what it writes down outlives a kill.
     """
 
     kind: str
@@ -151,12 +152,16 @@ class _Out:
         return self._files._do("write", self._path, "", _Write(lambda: write(data), lambda: write(half)), size)
 
     def start_writeback(self, offset: int, length: int) -> None:
-        if self._inner:
-            self._inner.start_writeback(offset, length)
+        inner = self._inner
+        self._files._do("start_writeback", self._path, "", lambda: inner.start_writeback(offset, length) if inner else None, None)
+
+    def await_writeback(self, offset: int, length: int) -> None:
+        inner = self._inner
+        self._files._do("await_writeback", self._path, "", lambda: inner.await_writeback(offset, length) if inner else None, None)
 
     def drop_cache(self, offset: int, length: int) -> None:
-        if self._inner:
-            self._inner.drop_cache(offset, length)
+        inner = self._inner
+        self._files._do("drop_cache", self._path, "", lambda: inner.drop_cache(offset, length) if inner else None, None)
 
     def fsync(self) -> None:
         self._files._do("fsync", self._path, "", self._inner.fsync if self._inner else _nothing, None)
@@ -208,13 +213,15 @@ def _nothing() -> None:
 
 
 class FaultyFiles(Files):
-    """``inner`` with ``faults``. ``log`` holds every operation that writes or orders, in order."""
+    """``inner`` with ``faults``. ``log`` holds every operation that writes or orders, in order; ``reads`` those that read, and
+    ``hints`` those that hurry the page cache."""
 
     def __init__(self, inner: Files = REAL, *faults: Fault) -> None:
         self.inner = inner
         self.faults = list(faults)
         self.log: list[Operation] = []
         self.reads: list[Operation] = []
+        self.hints: list[Operation] = []
         self.dead = False
         self._lock = threading.Lock()
 
@@ -233,7 +240,7 @@ class FaultyFiles(Files):
 
     def _do(self, op: str, path: str, other: str, run: Callable[[], T], skipped: T, refused: T | None = None, *,
             held: bool = False) -> T:
-        log = self.reads if op in READS else self.log
+        log = self.reads if op in READS else self.hints if op in HINTS else self.log
         with self._lock:
             if self.dead:
                 raise Killed(f"{op} {path}")
@@ -336,8 +343,18 @@ class FaultyFiles(Files):
     def fsync(self, path: str) -> None:
         self._do("fsync_file", path, "", lambda: self.inner.fsync(path), None)
 
+    @property
+    def sees_open(self) -> bool:
+        return self.inner.sees_open
+
+    def open_below(self, directory: str) -> list[str]:
+        return self.inner.open_below(directory)
+
     def start_writeback(self, path: str) -> None:
-        self.inner.start_writeback(path)
+        self._do("start_writeback", path, "", lambda: self.inner.start_writeback(path), None)
+
+    def drop_cache(self, path: str) -> None:
+        self._do("drop_cache", path, "", lambda: self.inner.drop_cache(path), None)
 
     def fsync_dir(self, path: str) -> None:
         self._do("fsync_dir", path, "", lambda: self.inner.fsync_dir(path), None)

@@ -60,6 +60,8 @@ class Server:
 class StaleFiles(Files):
     """One host's view; see ``Server``. ``met`` counts how often something was kept from it. ``delay`` changes how late it is."""
 
+    sees_open = False
+
     def __init__(self, server: Server, inner: Files, host: str, runtime: Runtime, names: float, sizes: float,
                  directories_as: str, nocto: bool) -> None:
         self.server, self.inner, self.host, self._runtime = server, inner, host, runtime
@@ -274,8 +276,8 @@ class StaleFiles(Files):
 class _Out:
     def __init__(self, files: StaleFiles, inner: Output, path: str) -> None:
         self._files, self._inner, self._path, self._size = files, inner, path, 0
-        self.start_writeback, self.drop_cache = inner.start_writeback, inner.drop_cache
-        self.fsync, self.close = inner.fsync, inner.close
+        self.start_writeback, self.await_writeback = inner.start_writeback, inner.await_writeback
+        self.drop_cache, self.fsync, self.close = inner.drop_cache, inner.fsync, inner.close
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         done = self._inner.write(data)

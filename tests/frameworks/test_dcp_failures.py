@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import filesystem as _filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import distckpt
+from distckpt import durable
 from distckpt.errors import DiskFull, SaveError
 from distckpt.payloads import torchfile
 from tests.frameworks.story import digest
@@ -52,10 +52,8 @@ class Loop:
 
 # -- what goes wrong inside DCP ------------------------------------------------------------------------------------------
 
-@contextmanager
-def _onto_a_full_disk(self: Any, path: Any, mode: str) -> Generator[Any, None, None]:
-    with open("/dev/full" if mode == "wb" else path, mode, buffering=0) as stream:
-        yield stream
+def _onto_a_full_disk(self: Any, data: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
 
 def _raising(self: Any, plan: Any, planner: Any) -> Any:
@@ -78,10 +76,10 @@ def _cut(where: str, name: Callable[[int], str]) -> Any:
 def _faults() -> dict[str, tuple[Any, str, Any, int, str]]:
     """{what: (owner, method, in its place, rank it happens on, what that rank says)}"""
     return {
-        "the disk is full": (_filesystem.FileSystem, "create_stream", _onto_a_full_disk, 1, "No space left on device"),
+        "the disk is full": (durable._File, "write", _onto_a_full_disk, 1, "No space left on device"),
         "an exception": (FileSystemWriter, "write_data", _raising, 1, "a bug in the writer"),
         "a short file": (FileSystemWriter, "write_data", _cut("write_data", lambda r: f"__{r}_0.distcp"), 1,
-                         "its writer reported"),
+                         "bytes were written and"),
         "short metadata": (FileSystemWriter, "finish", _cut("finish", lambda r: ".metadata"), 0, "pickle"),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from distckpt import durable
+from distckpt.digest import of_file
 from distckpt.durable import REAL
 from distckpt.layout import MARKER
 from distckpt.ordered import create_exclusively, fsync_tree_dirs, make_dir, replace, to_trash, unlink_if_there, write_new
 from distckpt.removal import discard, remove_tree
 from distckpt.runtime import SYSTEM, Runtime, SystemRuntime, Thread
+from distckpt.saving.piecewriter import PACE, PieceWriter
 from distckpt.testing.clock import VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles, write_payload
 from distckpt.testing.faults import Fault, FaultyFiles, Killed, call, die, fail, lie, refuse, shorten
@@ -385,3 +388,54 @@ def test_an_error_on_a_descriptor_names_the_file(call: str, act: Callable[[str],
     wanted = {"scandir": str(path.parent)}.get(call, str(path))
     assert str(caught.value.filename) in (wanted, f"{wanted}.new", str(path.parent)) and caught.value.errno == errno.EIO
     assert "some" in str(caught.value)
+
+
+# -- hints to the page cache -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacking", ["sync_file_range", "posix_fadvise", "both"])
+def test_where_there_are_no_hints_the_same_bytes_are_as_durable(lacking: str, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has neither: a save is slower there, and nothing else; the fsync is what counts."""
+    if lacking != "posix_fadvise":
+        monkeypatch.setattr(durable, "_SYNC_RANGE", None)
+    if lacking != "sync_file_range":
+        monkeypatch.delattr(os, "posix_fadvise")
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
+    out, path = REAL.open(str(tmp_path / "f")), str(tmp_path / "f")
+    with PieceWriter(out, path, "xxh3-128", lambda size: None) as file:
+        file.write(bytes(6 * PACE))
+    REAL.start_writeback(path)
+    REAL.drop_cache(path)
+    assert len(synced) == 1 and file.durable and file.digest == of_file(REAL, path)[1]
+
+
+@pytest.mark.parametrize(("number", "raised"), [
+    (errno.EIO, True), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.ENOSYS, False), (errno.EINVAL, False),
+    (errno.EOPNOTSUPP, False)])
+def test_a_hint_that_a_file_system_does_not_take_is_left_out_and_a_write_error_is_not(
+        number: int, raised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*args: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(durable, "_SYNC_RANGE", answer)
+    path = str(tmp_path / "f")
+    out = REAL.open(path)
+    hints = (lambda: out.start_writeback(0, 8), lambda: out.await_writeback(0, 8), lambda: REAL.start_writeback(path))
+    for hint in hints:
+        if raised:
+            with pytest.raises(OSError, match="/f'") as caught:
+                hint()
+            assert caught.value.errno == number
+        else:
+            hint()
+    out.close()
+
+
+def test_hints_for_a_file_that_is_not_there_are_left_out(tmp_path: Path) -> None:
+    """Whoever makes it durable says what is wrong with it."""
+    REAL.start_writeback(str(tmp_path / "none"))
+    REAL.drop_cache(str(tmp_path / "none"))

@@ -509,17 +509,32 @@ def test_B89_a_dcp_writer_that_dropped_results_and_reports_success_is_caught(man
     assert caught.value.failures[0].type == "OSError" and tree(root) == before
 
 
-def test_B89_every_file_of_dcp_is_synced_by_path_after_dcp_has_flushed_it(root: Path) -> None:
-    """DCP fsyncs its metadata before the buffer is flushed; what counts is our own fsync, of the bytes that are measured."""
+def test_B89_every_file_of_dcp_is_synced_by_us_when_it_is_whole(root: Path) -> None:
+    """DCP fsyncs its metadata before the buffer is flushed; what counts is our own fsync, of the bytes that are measured. Its
+    large files are ours: digested while they are written, and not read again."""
     files = FaultyFiles(REAL)
     model, optimizer = trained()
     with distckpt.CheckpointManager(str(root), seams=Seams(files=files)) as manager:
         manager.save(1, DCP(model, optimizer))
-    synced = {Path(o.path).name for o in files.operations("fsync_file", "/staging/")}
-    assert synced == {".metadata", "__0_0.distcp"}
+    synced = {op: {Path(o.path).name for o in files.operations(op, "/staging/")} for op in ("fsync_file", "fsync")}
+    assert synced["fsync_file"] == {".metadata"} and "__0_0.distcp" in synced["fsync"]
+    assert "__0_0.distcp" not in {Path(o.path).name for o in files.reads if o.op == "read"}
     found = distckpt.open(root).at(1)
     assert {e.path: e.size for e in found.marker.files} == {p.name: p.stat().st_size for p in (root / "step-1").iterdir()
                                                           if p.name != "commit.json"}
+
+
+def test_small_tensors_reach_dcps_file_by_the_dozen_and_large_ones_as_they_are(root: Path) -> None:
+    """DCP writes an archive per tensor, ten small writes each."""
+    state = {**{f"small{n}": torch.full((4,), float(n)) for n in range(300)}, "large": torch.arange(1 << 20, dtype=torch.float32)}
+    files = FaultyFiles(REAL)
+    with distckpt.CheckpointManager(str(root), seams=Seams(files=files)) as manager:
+        manager.save(1, DCP(state=state))
+    size = (root / "step-1" / "__0_0.distcp").stat().st_size
+    assert len(files.operations("write", "__0_0.distcp")) < 3 + size // (64 << 10)
+    fresh = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(fresh, checkpoint_id=root / "step-1")
+    assert all(torch.equal(fresh[name], value) for name, value in state.items())
 
 
 def test_dcps_metadata_is_checked_before_dcp_unpickles_it(manager: Any, root: Path) -> None:

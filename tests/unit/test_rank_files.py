@@ -7,15 +7,19 @@ import errno
 import io
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distckpt import digest
 from distckpt.digest import XXH3
 from distckpt.durable import PIECE, REAL, Files, Output
 from distckpt.errors import ConfigError
+from distckpt.manager import CheckpointManager
+from distckpt.options import Seams
 from distckpt.payloads.lightning import _claim_shards
 from distckpt.saving import piecewriter as saving
 from distckpt.saving.files import RankFiles, Written, _Claim, make_durable
@@ -215,7 +219,10 @@ def test_whether_another_rank_failed_is_asked_by_the_bytes_and_not_by_the_pieces
     assert len(asked) == 2 + 2  # at each file's first piece, and after 8 MB more
 
 
-def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(kept: bool, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """``page_cache="keep"`` paces as well: it is the kernel that has to be held back, and only the pages that stay."""
     monkeypatch.setattr(saving, "PACE", PIECE)
     monkeypatch.setattr(saving, "_BEHIND", 2 * PIECE)
     ranges: list[tuple[str, int, int]] = []
@@ -224,13 +231,52 @@ def test_the_kernel_is_paced_and_pages_are_given_back_some_steps_behind(tmp_path
         def open(self, path: str) -> Output:
             inner = super().open(path)
             inner.start_writeback = lambda offset, length: ranges.append(("start", offset, length))  # type: ignore[method-assign]
+            inner.await_writeback = lambda offset, length: ranges.append(("await", offset, length))  # type: ignore[method-assign]
             inner.drop_cache = lambda offset, length: ranges.append(("drop", offset, length))  # type: ignore[method-assign]
             return inner
 
-    with rank_files(tmp_path, Watching()).writer("a.bin") as out:
+    with RankFiles(Watching(), str(tmp_path), 0, 1, algorithm=None, aborted=lambda: False, kept=kept).writer("a.bin") as out:
         out.write(bytes(4 * PIECE))
-    assert ranges == [("start", 0, PIECE), ("start", PIECE, PIECE), ("start", 2 * PIECE, PIECE), ("drop", 0, PIECE),
-                      ("start", 3 * PIECE, PIECE), ("drop", PIECE, PIECE)]
+    assert [r for r in ranges if not kept or r[0] != "drop"] == ranges, "nothing is dropped that is to be kept"
+    assert ranges == [r for r in [
+        ("start", 0, PIECE), ("start", PIECE, PIECE), ("start", 2 * PIECE, PIECE), ("await", 0, PIECE), ("drop", 0, PIECE),
+        ("start", 3 * PIECE, PIECE), ("await", PIECE, PIECE), ("drop", PIECE, PIECE)] if not kept or r[0] != "drop"]
+
+
+@pytest.mark.parametrize(("page_cache", "dropped"), [("drop", True), ("keep", False)])
+@pytest.mark.parametrize("writer", ["thread", "saving"])
+def test_a_manager_says_whether_pages_stay(page_cache: str, dropped: bool, writer: str, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our own files behind the write, of others' when they were digested and synced, claimed or not: never before."""
+    monkeypatch.setattr(saving, "PACE", 8)
+    monkeypatch.setattr(saving, "_BEHIND", 8)
+    files = FaultyFiles()
+    with CheckpointManager(tmp_path, seams=Seams(files=files), page_cache=page_cache) as manager:
+        if writer == "thread":
+            manager.save(1, {"w": torch.ones(64)}, background=True)
+            manager.wait()
+            expected = {"state.rank-00000-of-00001.pt"}
+        else:
+            with manager.saving(1) as out:
+                Path(out.mine("mine.bin")).write_bytes(bytes(100))
+                Path(out.path, "unclaimed.bin").write_bytes(bytes(100))
+            expected = {"mine.rank-00000-of-00001.bin", "unclaimed.bin"}
+    found = {os.path.basename(o.path) for o in files.hints if o.op == "drop_cache"}
+    assert found == (expected if dropped else set())
+    with pytest.raises(ConfigError, match="page_cache must be one of 'drop', 'keep', not 'evict'"):
+        CheckpointManager(tmp_path / "other", page_cache="evict")
+
+
+def test_a_write_error_that_the_kernel_tells_to_a_pacing_call_ends_the_file(tmp_path: Path) -> None:
+    """It is told once: the fsync after it may report success over pages that were lost (tests/crash/test_lost_writeback.py)."""
+    for op in ("start_writeback", "await_writeback"):
+        files = FaultyFiles(REAL, fail(errno.EIO, op=op))
+        mine = rank_files(tmp_path, files)
+        with (pytest.raises(OSError, match="Input/output error") as raised, mine.writer(f"{op}.bin") as out,
+              suppress(OSError)):  # a framework that swallows it does not hide it
+            out.write(bytes(6 * saving.PACE))
+        assert raised.value.errno == errno.EIO and files.fired
+        assert not files.operations("fsync"), "nothing makes believe that it is durable"
 
 
 def test_the_disk_begins_with_all_that_others_wrote_before_it_is_read_and_each_is_read_before_it_is_waited_for(

@@ -181,14 +181,15 @@ def test_the_control_plane_knows_no_pickle() -> None:
 def test_unpickling_is_restricted_wherever_it_is_done() -> None:
     """``torch.load`` says ``weights_only=True``; ``pickle`` is used by the modules named here and by no other."""
     own_child = {"saving/writer.py", "testing/forks.py"}  # a socket pair or a pipe with a process that it started itself
-    allowed = {"payloads/dcpread.py", "payloads/loadable.py", "payloads/whole.py", *own_child}
+    own_memory = {"payloads/dcpplan.py"}  # bytes that never leave the process
+    allowed = {"payloads/dcpread.py", "payloads/loadable.py", "payloads/whole.py", *own_child, *own_memory}
     home = Path(distckpt.__file__).parent
     for path in sources():
         name = str(path.relative_to(home))
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "loads"):
                 owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-                assert owner != "pickle" or name in own_child, f"{name}:{node.lineno}"
+                assert owner != "pickle" or name in own_child | own_memory, f"{name}:{node.lineno}"
                 if owner == "torch":
                     given = {k.arg: k.value for k in node.keywords}
                     said = given.get("weights_only")
