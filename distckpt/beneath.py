@@ -24,6 +24,8 @@ DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 READING = os.O_RDONLY | NOFOLLOW | CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 # To look at something without opening it: no permission is asked and no driver hears of it.
 LOOKING = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)) | NOFOLLOW | CLOEXEC
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""How a kernel, or a file system, says that it does not have a call."""
 DEPTH = 64
 """Directories in directories, at most: neither recursion nor descriptors run out below a hostile tree."""
 

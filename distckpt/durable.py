@@ -16,12 +16,12 @@ import os
 import re
 import stat as _stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from distckpt import beneath
-from distckpt.beneath import CLOEXEC, DIRECTORY, LOOKING, NOFOLLOW, READING, kind_of, load_libc, named
+from distckpt import beneath, pagecache
+from distckpt.beneath import CLOEXEC, DIRECTORY, LOOKING, NOFOLLOW, READING, UNSUPPORTED, kind_of, load_libc, named
 from distckpt.beneath import Item as Item
 
 T = TypeVar("T")
@@ -33,9 +33,7 @@ _PREADV = getattr(os, "preadv", None)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE = 3
-_DESCRIPTORS = "/proc/self/fd"
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NETWORK = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "mmfs", "beegfs", "wekafs", "cifs", "smb3", "smbfs", "9p", "virtiofs",
             "vboxsf", "afs", "coda", "glusterfs", "orangefs", "pvfs2", "panfs", "gfs2", "ocfs2", "acfs", "daos")
 
@@ -96,25 +94,6 @@ class Folder(AbstractContextManager["Folder"], Protocol):
 
 
 _LIBC = load_libc()
-_SYNC_RANGE = getattr(_LIBC, "sync_file_range", None)
-_SYNC_RANGE_WAIT_BEFORE, _SYNC_RANGE_WRITE, _SYNC_RANGE_WAIT_AFTER = 1, 2, 4
-
-
-def _sync_range(fd: int, path: str, offset: int, length: int, flags: int) -> None:
-    """A hint, left out where there is none: durability comes from the fsync. But the kernel tells a write error once: to a call
-    that waits, and then the fsync of this descriptor, or of one opened later, succeeds over the lost bytes (on XFS; ext4 forgets
-    for the latter). So an error that is told here ends the file (tests/crash/test_lost_writeback.py)."""
-    if _SYNC_RANGE is not None and _SYNC_RANGE(fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags) != 0:
-        number = ctypes.get_errno()
-        if number not in _UNSUPPORTED:
-            raise OSError(number, os.strerror(number), path)
-
-
-def _give_back(fd: int, offset: int, length: int) -> None:
-    """Pages that are on the disk leave the page cache. A hint, of which no write error ever comes."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 class _File:
@@ -134,16 +113,15 @@ class _File:
 
     def start_writeback(self, offset: int, length: int) -> None:
         """Ask the kernel to begin writing this range; a pacing hint, and no promise."""
-        _sync_range(self._fd, self._path, offset, length, _SYNC_RANGE_WRITE)
+        pagecache.start(self._fd, self._path, offset, length)
 
     def await_writeback(self, offset: int, length: int) -> None:
         """Wait until the kernel has written this range; no promise either, but an error of it is raised here and nowhere else."""
-        _sync_range(self._fd, self._path, offset, length,
-                    _SYNC_RANGE_WAIT_BEFORE | _SYNC_RANGE_WRITE | _SYNC_RANGE_WAIT_AFTER)
+        pagecache.wait(self._fd, self._path, offset, length)
 
     def drop_cache(self, offset: int, length: int) -> None:
         """Give the range's pages back, as far as they are written."""
-        _give_back(self._fd, offset, length)
+        pagecache.give_back(self._fd, offset, length)
 
     def fsync(self) -> None:
         with named(self._path):
@@ -212,7 +190,7 @@ def read_at(file: Opened, room: memoryview, offset: int, wait: bool = True) -> i
                 room[done:done + len(data)] = data
                 count = len(data)
         except OSError as error:
-            if wait or error.errno not in (errno.EAGAIN, *_UNSUPPORTED):
+            if wait or error.errno not in (errno.EAGAIN, *UNSUPPORTED):
                 raise
             return done
         if not count:
@@ -377,18 +355,12 @@ class Files:
     @property
     def sees_open(self) -> bool:
         """Whether ``open_below`` knows anything, and ``start_writeback`` does."""
-        return _SYNC_RANGE is not None and os.path.isdir(_DESCRIPTORS)
+        return pagecache.can_start() and os.path.isdir(pagecache.DESCRIPTORS)
 
     def open_below(self, directory: str) -> list[str]:
         """The files below ``directory`` that this process has open, as far as the kernel tells; by their descriptors, so that no
         directory is read and no network asked. For hints only."""
-        top, found = os.path.realpath(directory) + os.sep, set()
-        for number in os.listdir(_DESCRIPTORS):
-            with suppress(OSError):  # closed meanwhile
-                path = os.readlink(f"{_DESCRIPTORS}/{number}")
-                if path.startswith(top):
-                    found.add(os.path.join(directory, path[len(top):]))
-        return sorted(found)
+        return pagecache.open_below(directory)
 
     def start_writeback(self, path: str) -> None:
         """Ask the kernel to begin writing a file that somebody else writes, or wrote; a hint, and no promise."""
@@ -397,7 +369,7 @@ class Files:
         except OSError:
             return  # whoever makes the file durable says what is wrong with it
         try:
-            _sync_range(fd, path, 0, 0, _SYNC_RANGE_WRITE)  # 0: to its end
+            pagecache.start(fd, path, 0, 0)  # 0: to its end
         finally:
             os.close(fd)
 
@@ -408,7 +380,7 @@ class Files:
         except OSError:
             return
         try:
-            _give_back(fd, 0, 0)
+            pagecache.give_back(fd, 0, 0)
         finally:
             os.close(fd)
 
@@ -429,7 +401,7 @@ class Files:
         if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
             return True
         number = ctypes.get_errno()
-        if number in _UNSUPPORTED:
+        if number in UNSUPPORTED:
             return False
         raise OSError(number, os.strerror(number), one, None, other)
 
@@ -439,7 +411,7 @@ class Files:
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
-            if error.errno in (errno.EPERM, errno.EMLINK, errno.EXDEV, *_UNSUPPORTED):
+            if error.errno in (errno.EPERM, errno.EMLINK, errno.EXDEV, *UNSUPPORTED):
                 return False
             raise
         return True

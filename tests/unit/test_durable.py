@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distckpt import durable
+from distckpt import durable, pagecache
 from distckpt.digest import of_file
 from distckpt.durable import REAL
 from distckpt.layout import MARKER
@@ -398,7 +398,7 @@ def test_where_there_are_no_hints_the_same_bytes_are_as_durable(lacking: str, tm
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has neither: a save is slower there, and nothing else; the fsync is what counts."""
     if lacking != "posix_fadvise":
-        monkeypatch.setattr(durable, "_SYNC_RANGE", None)
+        monkeypatch.setattr(pagecache, "_SYNC_RANGE", None)
     if lacking != "sync_file_range":
         monkeypatch.delattr(os, "posix_fadvise")
     synced: list[int] = []
@@ -421,7 +421,7 @@ def test_a_hint_that_a_file_system_does_not_take_is_left_out_and_a_write_error_i
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(durable, "_SYNC_RANGE", answer)
+    monkeypatch.setattr(pagecache, "_SYNC_RANGE", answer)
     path = str(tmp_path / "f")
     out = REAL.open(path)
     hints = (lambda: out.start_writeback(0, 8), lambda: out.await_writeback(0, 8), lambda: REAL.start_writeback(path))

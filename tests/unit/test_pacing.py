@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import durable
+from distckpt import pagecache
 from distckpt.durable import REAL
 from distckpt.errors import SaveError
 from distckpt.manager import CheckpointManager
@@ -103,9 +103,9 @@ def test_without_the_means_there_is_no_thread_and_the_same_file(lacking: str, tm
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     files: Any = REAL
     if lacking == "sync_file_range":
-        monkeypatch.setattr(durable, "_SYNC_RANGE", None)
+        monkeypatch.setattr(pagecache, "_SYNC_RANGE", None)
     elif lacking == "/proc":
-        monkeypatch.setattr(durable, "_DESCRIPTORS", str(tmp_path / "none"))
+        monkeypatch.setattr(pagecache, "DESCRIPTORS", str(tmp_path / "none"))
     elif lacking == "threads":
         def refused(self: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
