@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -19,6 +19,9 @@ MAIN = "main"
 COMMITTED, ABORTED, UNKNOWN, SKIPPED = "committed", "aborted", "unknown", "skipped"
 
 Tree = Mapping[str, bytes]
+
+_DIGESTS: dict[str, Callable[[bytes], str]] = {"xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+                                               "sha256": lambda data: hashlib.sha256(data).hexdigest()}
 
 
 @dataclass
@@ -180,8 +183,10 @@ def _whole(root: Tree, name: str) -> int | None:
         data = root.get(f"{name}/{path}")
         if data is None or len(data) != size:
             return None
-        if digest is not None and digest != f"xxh3-128:{xxhash.xxh3_128(data).hexdigest()}":
-            return None
+        if digest is not None:
+            algorithm, _, text = digest.partition(":")
+            if _DIGESTS[algorithm](data) != text:
+                return None
     return int(marker["head"]["step"])
 
 

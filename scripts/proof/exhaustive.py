@@ -105,10 +105,10 @@ _SECONDS = [*_KILLS, *_ERRORS, ("kill", 2, ""), ("fail", 2, "EIO"), ("power", 0,
 
 FAMILIES: list[Family] = [
     *(_delays(scenario, world) for scenario, world in
-      (("two", 2), ("two", 3), ("sync", 2), ("background", 2), ("background", 3))),
+      (("two", 2), ("two", 3), ("sync", 2), ("background", 2), ("background", 3), ("options", 2))),
     *(_singles(scenario, world) for scenario, world in
       (("sync", 2), ("background", 2), ("replacing", 2), ("keeping", 2), ("best", 2), ("two", 3), ("sync", 3),
-       ("background", 3))),
+       ("background", 3), ("options", 2), ("undigested", 2))),
     *(_pairs(scenario, world, first, second) for (scenario, world), first, second in itertools.product(
         (("one", 2), ("one", 3), ("two", 2)), _FIRSTS, _SECONDS)
       if second[1] < world and not (first[0] == "kill" and second[0] != "power" and first[1] == second[1])

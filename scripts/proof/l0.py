@@ -27,8 +27,9 @@ def _seeds(first: int, last: int, seconds: float) -> tuple[Result, set[int], int
     return tally.result, tally.outcomes, number
 
 
-_DELAYED = (("one", 2, 7), ("stopping", 2, 7), ("background", 3, 29))
-_SWEPT = (("sync", ("kill", "power"), 9), ("background", ("fail", "stop"), 11), ("replacing-nfs", ("power",), 7))
+_DELAYED = (("options", 2, 23), ("one", 2, 7), ("stopping", 2, 7), ("background", 3, 29))
+_SWEPT = (("options", ("kill", "power"), 13), ("sync", ("kill", "power"), 9), ("background", ("fail", "stop"), 11),
+          ("replacing-nfs", ("power",), 7))
 
 
 def run(budget: Budget) -> Result:

@@ -39,6 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEEDS_APART = 1000
 """A seed's scenarios are the numbers from seed * SEEDS_APART on; seed 0 begins with those chosen by hand."""
 QUICK = 120.0
+QUICK_BATCH = 4
 _SECONDS_OF_A_SCENARIO = 40.0
 _TURNS = (0, 2, 1, 3)
 """Cuts are walked by their number modulo four: a walk that runs out of time has been everywhere."""
@@ -124,9 +125,9 @@ class Walk:
         self.seen.add((told, survivor.key))
         self.by[survivor.mode, cut.lags] = self.by.get((survivor.mode, cut.lags), 0) + 1
         story, count = self.recorded.story(cut.told), len(self.seen)
-        wrong = judge(survivor.build(number), one.root, story, len(one.phases), count % self.limits.next_save == 0)
+        wrong = judge(survivor.build(number), one, story, count % self.limits.next_save == 0)
         if not wrong and count % self.limits.job == 0:
-            wrong = judge_job(survivor.build(number), one.root, one.world, story, len(one.phases))
+            wrong = judge_job(survivor.build(number), one, story)
         self.violations += [f"{line}; {survivor.mode}, cut {number}: {cut.where}, told {told}" for line in wrong]
 
 
@@ -136,7 +137,7 @@ def run(budget: Budget) -> Result:
     gc.freeze()  # what torch brings along is never garbage, and looking it through was a third of a start's time
     quick = budget.seconds <= QUICK
     limits = Limits(seen=24, lagging=6) if quick else Limits(seen=240, lagging=60)
-    batch = 3 if quick else 5
+    batch = QUICK_BATCH if quick else 5
     place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     home = Path(tempfile.mkdtemp(prefix="distckpt-l1-", dir=place))
     result = Result("l1")

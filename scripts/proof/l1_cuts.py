@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from distckpt.testing.checker import Save, Story
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Run, Step, Write
-from scripts.proof.l1_scenarios import Scenario
+from scripts.proof.l1_scenarios import ROLLING, ROLLING_KEEP, Scenario
 
 Clock = tuple[int, ...]
 Verdicts = tuple[str, ...]
@@ -77,8 +77,8 @@ class Recorded:
         for number, plan in enumerate(self.scenario.saves):
             if number in told.begun:
                 words = dict(enumerate(sorted(told.verdicts.get(number, ()))))
-                saves.append(Save(plan.step, self.contents.get(number, "never completed"), words))
-        return Story(saves, keep=self.scenario.keep)
+                saves.append(Save(plan.step, self.contents.get(number, "never completed"), words, plan.series))
+        return Story(saves, self.scenario.keep, self.scenario.protected, {ROLLING: ROLLING_KEEP})
 
 
 def understand(run: Run, scenario: Scenario, contents: Mapping[int, str]) -> Recorded:

@@ -15,6 +15,7 @@ from distckpt.runtime import Identity
 from distckpt.testing.checker import COMMITTED, Found, Save, Story, check, content_of, standing
 from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from distckpt.testing.crashfs import CrashFiles
+from scripts.proof.l1_scenarios import Scenario
 from tests.inprocess import Job
 from tests.onerank import Blob, close, tidy
 
@@ -41,12 +42,13 @@ def _answer(checkpoint: Any, tree: Mapping[str, bytes]) -> tuple[int, str] | Non
                                         if path.startswith(start) and path != start + "commit.json"})
 
 
-def judge(disk: CrashFiles, root: str, story: Story, crashes: int, go_on: bool) -> list[str]:
+def judge(disk: CrashFiles, one: Scenario, story: Story, go_on: bool) -> list[str]:
     """What is violated when one process starts on ``disk``; with ``go_on`` it saves once more, rotates and ends."""
     owned._open.clear()  # the registry of this process, in which many processes are played
+    root, crashes = one.root, len(one.phases)
     try:
-        manager = CheckpointManager(root, keep_last=story.keep, seams=Seams(disk, _Restart(VirtualClock(), pid=4_000_000)))
-        resumed = manager.resume(verify="digest")
+        manager = CheckpointManager(root, seams=Seams(disk, _Restart(VirtualClock(), pid=4_000_000)), **one.options)
+        resumed = manager.resume(verify=one.verify)
         tree = tree_below(disk, root)
         found = Found(tree, {0: _answer(resumed.checkpoint, tree)}, crashes=crashes)
         wrong = check(story, found)
@@ -71,12 +73,13 @@ def after_next(story: Story, tree: dict[str, bytes], before: dict[str, bytes], w
     return check(replace(story, saves=saves), Found(tree, went_on=True, crashes=crashes))
 
 
-def judge_job(disk: CrashFiles, root: str, world: int, story: Story, crashes: int) -> list[str]:
+def judge_job(disk: CrashFiles, one: Scenario, story: Story) -> list[str]:
     """The same with all ranks of a job, as threads: they must agree on what they resume from, and on the next save."""
-    job = Job(root, world, files=dict.fromkeys(range(world), disk), keep_last=story.keep)
+    root, world, crashes = one.root, one.world, len(one.phases)
+    job = Job(root, world, files=dict.fromkeys(range(world), disk), **one.options)
 
     def go(manager: CheckpointManager) -> tuple[Any, dict[str, bytes]]:
-        resumed = manager.resume(verify="digest")
+        resumed = manager.resume(verify=one.verify)
         tree = tree_below(disk, root)
         manager.save(NEXT, Blob("afterwards"))
         return resumed.checkpoint, tree

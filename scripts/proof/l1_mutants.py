@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from distckpt import durable, ordered
 from distckpt.coordination.rounds import Call
 from distckpt.coordination.store import Client
+from distckpt.marker import FileEntry
 from distckpt.retention import KeepLast
-from distckpt.saving import commit
+from distckpt.saving import commit, writer
 from distckpt.saving.committer import Committer
+from distckpt.saving.links import Twins
 from distckpt.saving.piecewriter import PieceWriter
+from distckpt.saving.staging import Copy
 
 
 def _no_data_fsync(rank: int, root: str) -> None:
@@ -116,6 +122,59 @@ def _ack_first(rank: int, root: str) -> None:
         Call.gather = patient  # type: ignore[method-assign]
 
 
+def _no_fence(rank: int, root: str) -> None:
+    """The optimizer steps before its state is copied."""
+    finish, stepped = Copy.finish, threading.Event()
+
+    def late(self: Copy) -> None:
+        stepped.wait(20.0)
+        finish(self)
+
+    Copy.wait = lambda self, gone: None  # type: ignore[method-assign]
+    Copy.finish = late  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(lambda *ignored: stepped.set())
+
+
+def _links_by_name(rank: int, root: str) -> None:
+    """What had this name before has its bytes now."""
+    real = Twins.link
+
+    def link(self: Twins, files: durable.Files, relative: str, size: int, digest: str, path: str) -> bool:
+        assert self._entries is not None
+        self._entries[relative] = FileEntry(relative, os.stat(os.path.join(self._directory, relative)).st_size, digest, rank)
+        return real(self, files, relative, self._entries[relative].size, digest, path)
+
+    Twins.link = link  # type: ignore[method-assign]
+
+
+def _no_fsync_of_links(rank: int, root: str) -> None:
+    """The names of links are not durable."""
+    real = durable.Files.fsync_dir
+
+    def fsync_dir(self: durable.Files, path: str) -> None:
+        if not any(entry.is_file() and entry.stat().st_nlink > 1 for entry in os.scandir(path)):
+            real(self, path)
+
+    durable.Files.fsync_dir = fsync_dir  # type: ignore[method-assign]
+
+
+def _no_fsync_in_the_writer(rank: int, root: str) -> None:
+    """The writer process answers before its bytes are durable. It is a fresh interpreter, so it breaks itself."""
+    begin = "from distckpt.saving.writer import serve\n"
+    assert begin in writer._CHILD
+    writer._CHILD = writer._CHILD.replace(
+        begin, f"import distckpt.durable\ndistckpt.durable._File.fsync = lambda self: None\n{begin}")
+
+
+OF_OPTIONS: dict[str, Callable[[int, str], None]] = {
+    "no fence before the optimizer": _no_fence,
+    "links by name": _links_by_name,
+    "no fsync of the names of links": _no_fsync_of_links,
+    "no fsync in the writer process": _no_fsync_in_the_writer,
+}
+"""Of what ``l1_scenarios.EVERY_OPTION`` has on."""
+BY_PROCESS = "no fsync in the writer process"
+
 MUTANTS: dict[str, Callable[[int, str], None]] = {
     "no fsync of rank 1's data": _no_data_fsync,
     "no fsync of the root": _no_parent_fsync,
@@ -134,4 +193,4 @@ def apply(name: str, rank: int, root: str) -> None:
     if name == ONLY_LAGGING and rank == 0:
         os.mkfifo(Path(root).parent.with_suffix(".pipe"))
     if name:
-        MUTANTS[name](rank, root)
+        {**MUTANTS, **OF_OPTIONS}[name](rank, root)

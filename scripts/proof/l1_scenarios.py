@@ -7,17 +7,25 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+ROLLING = "rolling"
+ROLLING_KEEP = 1
+"""The second series, and how many of it stay."""
+
 
 @dataclass(frozen=True)
 class Save:
-    """``payload``: "members", "shards", "linked" (shards of which one file is the same in all saves), "dcp", "deepspeed" (ZeRO-2;
-    its rank 1 is slow) or "plug" (somebody else's writer). ``fails``: the rank whose writer raises."""
+    """``payload``: "members", "shards", "linked" (shards of which one file is the same in all saves), "trained" (a module and its
+    optimizer, which steps as soon as it may, beside such a file and members), "dcp", "deepspeed" (ZeRO-2; its rank 1 is slow) or
+    "plug" (somebody else's writer). ``fails``: the rank whose writer raises. ``loss``: its metric."""
 
     step: int
     payload: str = "members"
     background: bool = False
     on_exists: str = "error"
     fails: int | None = None
+    staging: str = "copy"
+    series: str = "main"
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Scenario:
+    """``best``: ``keep_best``. A phase in which a rank is killed writes by threads: it is the files' seam that counts."""
+
     base: str
     world: int
     keep: int
@@ -37,6 +47,23 @@ class Scenario:
     writer: str = "thread"
     mutant: str = ""
     dedup: str | None = None
+    digest: str | None = "xxh3-128"
+    best: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every manager of this root is given, that of the next start as well: one without ``best`` would rotate it."""
+        return {"keep_last": self.keep, "keep_best": self.best, "dedup": self.dedup, "digest": self.digest}
+
+    @property
+    def protected(self) -> frozenset[int]:
+        """The step that its policy keeps once it is committed, whatever comes later."""
+        losses = {save.loss: save.step for save in self.saves if save.loss is not None and save.series == "main"}
+        return frozenset({losses[min(losses)]} if self.best and losses else ())
+
+    @property
+    def verify(self) -> str:
+        return "size" if self.digest is None else "digest"
 
     @property
     def root(self) -> str:
@@ -61,12 +88,23 @@ def _line(*steps: int, payload: str = "members", background: bool = False) -> tu
     return tuple(Save(step, payload, background, "replace" if step in steps[:at] else "error") for at, step in enumerate(steps))
 
 
+def _trained(*steps: tuple[int, str, float | None]) -> tuple[Save, ...]:
+    """(step, series, loss) each, copied beside the training."""
+    return tuple(Save(step, "trained", True, staging="overlap", series=series, loss=loss) for step, series, loss in steps)
+
+
+EVERY_OPTION = Scenario("", 2, 1, (Phase(_trained((1, "main", 0.2), (1, ROLLING, None), (2, "main", 0.1), (2, ROLLING, None),
+                                                  (3, "main", 0.4))),),
+                        writer="process", dedup="link", digest="sha256", best=1)
+"""Crash safety never pays for speed."""
+
 CHOSEN: tuple[Scenario, ...] = (
+    EVERY_OPTION,
     Scenario("", 2, 1, (Phase((*_line(1, 2), Save(2, "plug", on_exists="replace"))),)),
-    Scenario("", 1, 2, (Phase(_line(1, 2, 3, 3, payload="shards")),)),
-    # Among the first three, which are all that a quick run records.
+    # Among the first four (``l1.QUICK_BATCH``), which are all that a quick run records.
     *([Scenario("", 2, 2, (Phase((*_line(1, 2, payload="deepspeed"), *_line(3, payload="deepspeed", background=True))),))]
       if find_spec("deepspeed") else []),
+    Scenario("", 1, 2, (Phase(_line(1, 2, 3, 3, payload="shards")),)),
     Scenario("", 2, 2, (Phase(_line(1, 2, 3), kill=(0, 70)), Phase(_line(4, 5)))),
     Scenario("", 4, 2, (Phase(_line(1, 2, 3)),)),
     Scenario("", 2, 2, (Phase(_line(1, 2, 3, payload="dcp")),)),
@@ -77,6 +115,12 @@ CHOSEN: tuple[Scenario, ...] = (
     Scenario("", 2, 2, (Phase(_line(1, 2, 3), kill=(0, 55)), Phase(_line(4), kill=(0, 30)), Phase(_line(5, 6)))),
     Scenario("", 2, 1, (Phase(_line(1, 2, 3, 3, payload="linked"), kill=(0, 130)), Phase(_line(4, 5, payload="linked"))),
              dedup="link"),
+    Scenario("", 2, 1, (Phase(_trained((1, "main", 0.2), (2, "main", 0.1), (2, ROLLING, None), (3, "main", 0.4)), kill=(0, 150)),
+                        Phase((*_trained((4, "main", 0.3), (4, ROLLING, None)), Save(5, "dcp", True, staging="overlap")))),
+             writer="process", digest=None, best=1),
+    Scenario("", 2, 2, (Phase((*_line(1, 2, payload="dcp", background=True), *_trained((3, "main", 0.1))), kill=(1, 30)),
+                        Phase(tuple(replace(s, staging="overlap") for s in _line(4, 5, 5, payload="dcp", background=True)))),
+             dedup="link", best=1),
 )
 
 
@@ -100,4 +144,14 @@ def scenario(number: int, base: str) -> Scenario:
         if phase:
             victim = dice.randrange(world)
             phases[-2] = replace(phases[-2], kill=(victim, dice.randrange(12, 60) if victim == 0 else dice.randrange(4, 9)))
-    return Scenario(base, world, keep, tuple(phases), writer="process" if dice.random() < 0.15 else "thread")
+    made = Scenario(base, world, keep, tuple(phases), writer="process" if dice.random() < 0.15 else "thread")
+    return _with_options(made, random.Random(f"options of {number}"))
+
+
+def _with_options(made: Scenario, dice: random.Random) -> Scenario:
+    """``made``, by dice of their own, so that its saves and kills stay what its number made them."""
+    digest = dice.choice(("xxh3-128", "xxh3-128", "sha256", None))
+    phases = tuple(replace(phase, saves=tuple(
+        replace(save, staging="overlap" if save.background and dice.random() < 0.5 else "copy") for save in phase.saves))
+        for phase in made.phases)
+    return replace(made, phases=phases, digest=digest, dedup="link" if digest is not None and dice.random() < 0.3 else None)

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distckpt.testing import checker
-from scripts.proof.l3_program import KEEP, WORLD, Told
+from scripts.proof.l3_program import KEEP, ROLLING, ROLLING_KEEP, WORLD, Told
 from tests.crash.forks import Ended
 
 _ID = re.compile(r"[0-9a-f]{8,}")
 _KEPT = (".distckpt/owner/", ".distckpt/journal/")
 _NUMBER = re.compile(r"[0-9]+")
-_STEP = re.compile(r"step-[0-9]+")
+_STEP = re.compile(rf"step-[0-9]+(-{ROLLING})?")
 
 
 @dataclass
 class Root:
     """What is known of one root. ``lives`` are told to it in their order; a life that resumed judges all before it."""
 
-    story: checker.Story = field(default_factory=lambda: checker.Story(keep=KEEP))
+    story: checker.Story = field(default_factory=lambda: checker.Story(keep=KEEP, keeps={ROLLING: ROLLING_KEEP}))
     crashes: int = 0
     lives: int = 0
 

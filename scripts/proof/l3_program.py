@@ -28,9 +28,12 @@ from distckpt.durable import REAL, Files
 from distckpt.errors import DistckptError, ResumeError, SaveError
 from distckpt.layout import Layout, rank_name
 from distckpt.options import Seams, Timeouts
+from distckpt.payloads import pieces
 from distckpt.retention import KeepLast
+from distckpt.saving import writer
 from distckpt.saving.committer import Committer
 from distckpt.saving.handle import SaveHandle
+from distckpt.series import SeriesView
 from distckpt.testing import checker
 from distckpt.testing.faults import Fault, FaultyFiles, Operation, call, lie
 from scripts.proof import disks
@@ -41,6 +44,11 @@ WORLD, KEEP = 2, 2
 PATIENCE = 20.0
 SAVES = ("shards behind", "files", "replace", "shards", "shards behind")
 """One life's saves after the one that shows that saving works. "behind": in the background."""
+ROLLING, ROLLING_KEEP = "rolling", 1
+"""The second series, and how many of it stay."""
+OPTIONS_SAVES = ("options behind", "options rolling behind", "options behind", "options rolling behind", "options behind")
+"""Those of a life with every option on: copied beside the training, of which one part is linked, in two series. The best one is
+kept in the other layers: here a root is many lives', of which few have metrics."""
 
 MUTANTS: dict[str, dict[str, Any]] = {
     "data is not synced": {"op": ("fsync", "fsync_file"), "path": ".rank-"},
@@ -54,7 +62,8 @@ model of a disk that owes nothing (``distckpt.testing.crashfs``) is what shows t
 ``NO_SECOND_LINE`` shows that their loss is seen."""
 ROTATES_FIRST = "rotation before the commit"
 NO_SECOND_LINE = "no directory is synced, nothing is rolled forward"
-ALL_MUTANTS = (*MUTANTS, ROTATES_FIRST, NO_SECOND_LINE)
+WRITER_FIRST = "the writer process does not sync its data"
+ALL_MUTANTS = (*MUTANTS, ROTATES_FIRST, NO_SECOND_LINE, WRITER_FIRST)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Plan:
     """One life. The cut comes before operation ``n`` of rank ``victim``, counted from the start of the life (``where`` "start")
     or from the first save after the proof that saving works ("saves"); or when rank 0 has announced the ``n``-th of those saves
     and done nothing since ("told"); or ``after`` seconds after the first ("time"); or at the very end ("end"). "check": no saves
-    but the one that proves that saving works. ``write_back``: before that operation the kernel happens to write what it holds."""
+    but the one that proves that saving works. ``write_back``: before that operation the kernel happens to write what it holds.
+    ``options``: with every option on; by a writer process where no operation has to be counted."""
 
     where: str = "end"
     victim: int = 0
@@ -70,11 +80,17 @@ class Plan:
     after: float = 0.0
     write_back: int = 0
     size: int = 3000
+    options: bool = False
+
+    @property
+    def process(self) -> bool:
+        return self.options and self.where in ("end", "time")
 
     def __str__(self) -> str:
         what = {"time": f"after {self.after:.4f} s", "end": "at the end", "told": f"once save {self.n} was announced"}.get(
             self.where, f"before operation {self.n} of its {self.where}")
-        return f"cut {what}, rank {self.victim}" + (f", written back at {self.write_back}" if self.write_back else "")
+        return f"cut {what}, rank {self.victim}" + (f", written back at {self.write_back}" if self.write_back else "") + (
+            ", every option on" if self.options else "")
 
 
 @dataclass
@@ -127,7 +143,7 @@ def read_ledgers(path: str) -> Told:
             if event == "begin":
                 if number not in by_number:
                     by_number[number] = len(found.saves)
-                    found.saves.append(checker.Save(line["step"], line["content"]))
+                    found.saves.append(checker.Save(line["step"], line["content"], series=line["series"]))
                     found.spans.append((line["at"], {}))
                 index = by_number[number]
                 assert found.saves[index].content == line["content"], "the ranks disagree about what a save must hold"
@@ -151,19 +167,27 @@ def _state(number: int, rank: int, size: int) -> dict[str, torch.Tensor]:
     return {"w": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator), "number": torch.tensor(number)}
 
 
+def _saved(state: Mapping[str, torch.Tensor]) -> bytes:
+    out = io.BytesIO()
+    set_crc32_options(False)
+    torch.save(state, out)
+    return out.getvalue()
+
+
 @functools.lru_cache(maxsize=64)
 def golden(number: int, kind: str, size: int) -> str:
     """``checker.content_of`` a save, from its number alone."""
     tree: dict[str, bytes] = {}
     for rank in range(WORLD):
-        if kind == "files":
+        if kind == "options":
+            for part, value in (("frozen", _state(0, rank, size)), ("head", _state(number, rank, size))):
+                for index, piece in enumerate(pieces.split(value)):
+                    tree[rank_name(f"{part}/{pieces.name('shard.pt', index)}", rank, WORLD)] = _saved(piece)
+        elif kind == "files":
             for name in ("a.bin", "sub/deep/b.bin"):
                 tree[rank_name(name, rank, WORLD)] = _raw(number, rank, name, size)
         else:
-            out = io.BytesIO()
-            set_crc32_options(False)
-            torch.save(_state(number, rank, size), out)
-            tree[rank_name("shard.pt", rank, WORLD)] = out.getvalue()
+            tree[rank_name("shard.pt", rank, WORLD)] = _saved(_state(number, rank, size))
     if kind == "files":
         tree["vocab.txt"] = _raw(number, 0, "vocab", size)
     return checker.content_of(tree)
@@ -175,15 +199,20 @@ class RankProgram:
     def __init__(self, manager: distckpt.CheckpointManager, ledger: Ledger, size: int) -> None:
         self.manager, self.ledger, self.size = manager, ledger, size
         self._behind: tuple[int, SaveHandle] | None = None
+        self._rolling = manager.series(ROLLING, keep_last=ROLLING_KEEP)
 
     def save(self, number: int, kind: str, step: int, rule: str = "error") -> None:
         """One save, and what this rank is told of it; of one in the background, ``settle`` tells."""
         self.settle()
-        self.ledger.write("begin", number=number, step=step,
-                          content=golden(number, "files" if kind == "files" else "shards", self.size))
+        what = kind.split()[0] if kind.startswith(("files", "options")) else "shards"
+        series = ROLLING if ROLLING in kind else checker.MAIN
+        self.ledger.write("begin", number=number, step=step, content=golden(number, what, self.size), series=series)
         with self._telling(number):
             if kind == "files":
                 self._files(number, step, rule)
+            elif what == "options":
+                self._behind = number, self._trained(number, step, self._rolling if series == ROLLING else self.manager)
+                return
             else:
                 behind = kind.endswith("behind")
                 meta = {"number": number, "kind": "shards", "size": self.size}
@@ -213,6 +242,17 @@ class RankProgram:
         except SaveError as error:
             self.ledger.write("told", number=number, verdict=error.outcome, why=str(error)[:300])
             raise
+
+    def _trained(self, number: int, step: int, line: distckpt.CheckpointManager | SeriesView) -> SaveHandle:
+        """A state that training changes as soon as it may."""
+        rank = self.manager.rank
+        frozen, head = _state(0, rank, self.size), _state(number, rank, self.size)
+        handle = line.save(step, {"frozen": distckpt.Shards(frozen), "head": distckpt.Shards(head)}, background=True,
+                           staging="overlap", meta={"number": number, "kind": "options", "size": self.size})
+        self.manager.staged()
+        for tensor in (*frozen.values(), *head.values()):
+            tensor.zero_()
+        return handle
 
     def _files(self, number: int, step: int, rule: str) -> None:
         """Somebody else's writers, and ours, in directories of their own."""
@@ -244,6 +284,12 @@ class RankProgram:
             self.manager.restore(distckpt.Shards(holder))
             wanted = _state(number, self.manager.rank, size)
             assert all(torch.equal(holder[name], wanted[name]) for name in wanted), f"not the tensors of save {number}"
+        elif kind == "options":
+            parts = {"frozen": _state(0, self.manager.rank, size), "head": _state(number, self.manager.rank, size)}
+            held = {part: {name: torch.zeros_like(value) for name, value in state.items()} for part, state in parts.items()}
+            self.manager.restore({part: distckpt.Shards(state) for part, state in held.items()})
+            assert all(torch.equal(held[part][name], value) for part, state in parts.items() for name, value in state.items()), \
+                f"not the tensors of save {number}"
         else:
             try:
                 with open(point.mine("a.bin"), "rb") as file:
@@ -265,6 +311,12 @@ def _without(mutant: str) -> list[Fault]:
     """The faults that make the library forget something."""
     if mutant == ROTATES_FIRST:
         _rotate_first()
+        return []
+    if mutant == WRITER_FIRST:  # it is a fresh interpreter, so it breaks itself
+        begin = "from distckpt.saving.writer import serve\n"
+        assert begin in writer._CHILD
+        writer._CHILD = writer._CHILD.replace(
+            begin, f"import distckpt.durable\ndistckpt.durable._File.fsync = lambda self: None\n{begin}")
         return []
     if mutant == NO_SECOND_LINE:
         recovery._roll_forward = lambda *_: False
@@ -297,20 +349,22 @@ def live(place: Place, life: Life) -> dict[str, Any]:
     logging.getLogger().setLevel(logging.WARNING)
     plan, ledger = life.plan, Ledger(f"{life.ledger}.{place.rank}", life.clock)
     files = FaultyFiles(REAL, *_without(life.mutant))
+    options = {"dedup": "link", "digest": "sha256", "writer": "process" if plan.process else "thread"} if plan.options else {}
     strike = _hook(life, ledger)
     mine = place.rank == plan.victim
     if mine and plan.where == "start":
         files.faults.append(call(strike, at=plan.n))
     began = time.monotonic()
     try:
-        with manager_of(place, life.root, files) as manager:
+        with manager_of(place, life.root, REAL if plan.process else files, **options) as manager:
             rank = RankProgram(manager, ledger, plan.size)
             rank.resume()
             if place.rank == 0:
                 _take_stock(manager, life)
             number = life.first
             if plan.where != "start":
-                rank.save(number, "shards", number)
+                rank.save(number, "options behind" if plan.options else "shards", number)  # by then a writer process is there
+                rank.settle()
                 ledger.write("went_on")
                 if manager._owned is not None:
                     manager._owned.afterwards.catch_up()
@@ -321,7 +375,7 @@ def live(place: Place, life: Life) -> dict[str, Any]:
                 _arm(files, plan, life, strike)
             armed = time.monotonic()
             step = number
-            for kind in SAVES if plan.where != "check" else ():
+            for kind in (OPTIONS_SAVES if plan.options else SAVES) if plan.where != "check" else ():
                 number += 1
                 step = step if kind == "replace" else number
                 rank.save(number, kind, step, "replace" if kind == "replace" else "error")
@@ -330,6 +384,8 @@ def live(place: Place, life: Life) -> dict[str, Any]:
     except DistckptError as error:
         ledger.write("error", type=type(error).__name__, text=str(error)[:500], seconds=time.monotonic() - began)
         return {"error": type(error).__name__}
+    if plan.options:
+        return {}  # an ordinary life has other operations
     return {"start": begun, "saves": files.count - begun, "seconds": saved - armed}
 
 

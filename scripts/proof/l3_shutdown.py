@@ -20,6 +20,7 @@ ALLOWED = ("SaveError", "CoordinatorLost", "RankLost", "ConfigError", "ResumeErr
 """What a rank may raise on a disk that is gone: a failed save, a peer's end, a root that cannot be used or read."""
 SIZES = (900, 3000, 70_000, 1_300_000)
 PHASES = (("start", 0), ("saves", 0), ("saves", 1))
+OPTIONS = 4
 SHARES = 8
 """The operations of a life are dealt out over this many seeds: as many runs, one after the other, cut before every one."""
 NUMBERS = 10
@@ -59,7 +60,14 @@ class Target:
 
 
 def _plan(target: Target, rng: random.Random, seed: int) -> Plan:
-    """Mostly an operation that was not cut yet; the rest at random times and at the end."""
+    """Mostly an operation that was not cut yet; the rest at random times and at the end. One life in ``OPTIONS`` has every option
+    on; the second of a root has, and is cut at its end, when a writer process has written all that it was given."""
+    if target.root.lives % OPTIONS == 1:
+        size = rng.choice(SIZES)
+        where = "end" if target.root.lives == 1 else rng.choice(("time", "saves", "saves", "saves"))
+        victim = rng.randrange(2) if where == "saves" else 0
+        return Plan(where, victim, rng.randint(1, target.counts.get((where, victim), 60)), rng.random() * target.seconds * 2,
+                    size=size, options=True)
     kind = rng.random()
     size = SIZES[0] if rng.random() < 0.5 else rng.choice(SIZES)
     if kind < 0.05:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy
+import torch
 
 from distckpt.errors import SaveError
 from distckpt.payloads.base import Ranks
+from distckpt.payloads.live import Live
 from distckpt.saving.files import RankFiles
 from distckpt.testing.checker import COMMITTED, SKIPPED
 from distckpt.testing.crashfs import CrashFiles, write_payload
@@ -172,6 +177,67 @@ def best(manager: Told, rank: int) -> None:
         manager.save(step, State(bytes_of(rank, step)), metrics={"loss": loss})
 
 
+class Trained(State):
+    """State that its optimizer changes, as torch's do, at the end of a step: a tensor, so that ``staging="overlap"`` leaves it
+    to be copied beside the training. Bytes, as ``State`` has, are copied at once."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights, self.folder = weights, ""
+        self._fences: list[Callable[..., object]] = []
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        return self.weights.numpy().tobytes()
+
+    def become(self, data: bytes) -> None:
+        self.weights.numpy()[:] = numpy.frombuffer(data.ljust(len(self.weights)), dtype=numpy.uint8)
+
+    def step(self) -> None:
+        for fence in list(self._fences):
+            fence(self, (), {})
+        self.become(b"trained on")
+
+    def register_step_pre_hook(self, fence: Callable[..., object]) -> Any:
+        self._fences.append(fence)
+        return _Registered(self._fences, fence)
+
+    def live(self) -> Live:
+        return Live(steady=[self.weights], optimizers=[self])
+
+    def tree(self) -> Any:
+        return {"weights": self.weights}
+
+    def of(self, tree: Any) -> State:
+        return Trained(tree["weights"])
+
+
+@dataclass(frozen=True)
+class _Registered:
+    fences: list[Callable[..., object]]
+    fence: Callable[..., object]
+
+    def remove(self) -> None:
+        self.fences.remove(self.fence)
+
+
+def options(manager: Told, rank: int, series: bool = True) -> None:
+    """With every option on that one process can play: copied beside the training, one part of it linked, in two series, the
+    best one kept. (A writer process writes to the real disk only: L1 and L3 have it.)"""
+    rolling = manager.series("rolling", keep_last=ROLLING) if series else None
+    frozen, model = State(b"frozen, of rank %d" % rank), Trained(torch.zeros(96, dtype=torch.uint8))
+    for step in (1, 2, 3):
+        with suppress(SaveError):
+            manager.poll(step)
+            model.become(bytes_of(rank, step))
+            manager.save(step, {"frozen": frozen, "model": model}, metrics={"loss": LOSSES[step]}, background=True,
+                         staging="overlap")
+            model.step()
+            if rolling is not None and step < 3:
+                model.become(bytes_of(rank, step, "rolling: "))
+                rolling.save(step, {"frozen": frozen, "model": model}, background=True, staging="overlap")
+                model.step()
+
+
 def satisfied(manager: Told, rank: int) -> None:
     """A step that is there already is skipped on every rank."""
     manager.save(1, State(bytes_of(rank, 1)))
@@ -249,6 +315,8 @@ def _no_exchange() -> CrashFiles:
     return disk
 
 
+_BOTH: dict[str, Any] = {"keep": 1, "keep_best": 1, "keeps": {"rolling": ROLLING}}
+
 SCENARIOS: dict[str, Scenario] = {
     "sync": Scenario(sync),
     "two": Scenario(two),
@@ -264,6 +332,8 @@ SCENARIOS: dict[str, Scenario] = {
     "relinking": Scenario(relinking, {"dedup": "link"}),
     "keeping": Scenario(keeping, {"keeps": {"rolling": ROLLING}}),
     "best": Scenario(best, {"keep_best": 1}, protected=frozenset({BEST})),
+    "options": Scenario(options, {**_BOTH, "dedup": "link", "digest": "sha256"}, protected=frozenset({BEST})),
+    "undigested": Scenario(options, {**_BOTH, "digest": None}, protected=frozenset({BEST})),
     "satisfied": Scenario(satisfied),
     "framework": Scenario(framework),
     "leaving": Scenario(leaving, raises=True),
@@ -273,6 +343,9 @@ SCENARIOS: dict[str, Scenario] = {
     "local-replacing": Scenario(replacing, nodes=2),
     "local-replacing-nfs": Scenario(replacing, disk=_no_exchange, nodes=2),
     "local-linking": Scenario(linking, {"dedup": "link"}, nodes=2),
+    # without a best one and a second series: a share that stands on one node only stays there while the policy would keep it, or
+    # its series is not named (domains/retire.py), and the rule of ``Nodes`` is that none is left
+    "local-options": Scenario(partial(options, series=False), {"dedup": "link", "digest": "sha256"}, nodes=2),
     "local-framework": Scenario(framework, nodes=2),
     "local-leaving": Scenario(leaving, raises=True, nodes=2),
 }

@@ -27,7 +27,7 @@ PROBED = 9
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(2, ["sync", "background"]) as made:
+    with Pool(2, ["sync", "background", "every option"]) as made:
         yield made
 
 
@@ -54,6 +54,18 @@ def test_every_kind_of_fault_fires_and_no_promise_is_broken(pool: Pool) -> None:
         assert found.violations == [], (str(item), found.logs)
 
 
+def test_every_option_on_keeps_every_promise(pool: Pool) -> None:
+    """Its links and what they rest on fail, die and lie; a second series, the best one and what an optimizer steps beside it."""
+    options = pool.known["every option"]
+    link, synced = of(options, 1, "link"), of(options, 1, "fsync_file")
+    items = [Item("every option", strike) for strike in (
+        Strike(1, "error", link, "EIO"), Strike(1, "kill after", link), Strike(0, "lie", 1, forever=True),
+        Strike(1, "error", synced, "ENOSPC"), Strike(0, "kill", of(options, 0, "open", "commit.json", which=3) + 5))]
+    for item, found in zip(items, judged(pool, *items), strict=True):
+        assert found.fired and found.checked and found.hangs == 0, str(item)
+        assert found.violations == [], (str(item), found.logs)
+
+
 def test_a_loop_ends_where_nothing_is_left_to_strike(pool: Pool) -> None:
     known = pool.known["sync"]
     beyond = Item("sync", Strike(1, "error", known.count(Strike(1, "error", 1)) + schedule.MARGIN, "EIO"))
@@ -67,7 +79,7 @@ def test_a_loop_ends_where_nothing_is_left_to_strike(pool: Pool) -> None:
 
 def broken(pool: Pool) -> dict[str, tuple[Item, str]]:
     """Per mutant, a run that shows it and the invariant that it breaks. Some of them do more, and so come to it later."""
-    known, fresh = pool.known["sync"], pool.known["background"]
+    known, fresh, options = pool.known["sync"], pool.known["background"], pool.known["every option"]
     return {
         "ack without fsync": (Item("sync", Strike(1, "error", of(known, 1, "fsync", after=PROBED), "EIO")), "I9"),
         "close unchecked": (Item("sync", Strike(1, "error", of(known, 1, "close", after=PROBED), "ENOSPC")), "I9"),
@@ -75,6 +87,8 @@ def broken(pool: Pool) -> dict[str, tuple[Item, str]]:
         "rotate first": (Item("background", Strike(0, "kill", of(fresh, 0, "open", "commit.json", which=2) + 5)), "I5"),
         "publish first": (Item("sync", Strike(0, "kill", of(known, 0, "open", "commit.json") + 2)), "I4"),
         "makes its way": (Item("sync", Strike(1, "stop", of(known, 1, "open", after=PROBED))), "I4"),
+        "no fence": (Item("every option", Strike(1, "slow", of(options, 1, "link"))), "I1"),
+        "link without fsync": (Item("every option", Strike(1, "error", of(options, 1, "fsync_file"), "EIO")), "I9"),
     }
 
 

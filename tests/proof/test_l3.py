@@ -9,7 +9,7 @@ import pytest
 
 from scripts.proof import disks
 from scripts.proof.l3 import run
-from scripts.proof.l3_program import MUTANTS
+from scripts.proof.l3_program import MUTANTS, WRITER_FIRST
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,9 @@ def test_a_library_that_forgets_a_sync_is_caught() -> None:
     found = run("shutdown", 60, seed=1, most=40, mutant=mutant)
     print(found.covers)
     assert found.violations, f"{found.runs} cuts did not show that {mutant}"
+
+
+def test_a_writer_process_that_forgets_its_syncs_is_caught_by_the_first_life_with_every_option_on() -> None:
+    found = run("shutdown", 60, seed=1, most=4, mutant=WRITER_FIRST)
+    print(found.covers)
+    assert found.violations and all("every option on" in line for line in found.violations), found.violations

@@ -38,6 +38,16 @@ def test_a_good_run_has_nothing_to_say(run: tuple[Story, Found]) -> None:
     assert sorted(standing(run[1].root)) == ["step-2", "step-3"]
 
 
+@pytest.mark.parametrize("digest", ["xxh3-128", "sha256", None])
+def test_files_are_held_against_the_digest_that_the_marker_names(digest: str | None, tmp_path: Path) -> None:
+    with distckpt.CheckpointManager(tmp_path, digest=digest) as manager:
+        _save(manager, 1, "step 1")
+    tree = tree_of(str(tmp_path))
+    assert standing(tree) == {"step-1": (1, _content("step 1"))}
+    changed = {**tree, "step-1/data.rank-00000-of-00001.bin": b"step X"}
+    assert list(standing(changed)) == ([] if digest else ["step-1"]), "without a digest only the size tells"
+
+
 def _without(found: Found, prefix: str) -> None:
     found.root = {path: data for path, data in found.root.items() if not path.startswith(prefix)}
 

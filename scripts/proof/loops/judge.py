@@ -25,6 +25,8 @@ from scripts.proof.loops.program import (
     NEXT,
     PATIENT,
     PROGRAMS,
+    ROLLING,
+    ROLLING_KEEP,
     SILENCE,
     Program,
     again,
@@ -44,7 +46,7 @@ NOTICED = 1.0
 TRACED = ", once more by strace"
 
 _ATTEMPT = re.compile(r"/\.distckpt/staging/\d+/[0-9a-f]{16}(/|$)")
-_CHECKPOINT = re.compile(r"step-\d+")
+_CHECKPOINT = re.compile(rf"step-\d+(-{ROLLING})?")
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ def _look(program: Program, item: Item, known: Known, root: str, ends: list[Ende
 def _story(program: Program, known: Known, diaries: list[list[dict[str, Any]]]) -> Story:
     saves = [Save(step, known.contents[value], {0: COMMITTED, 1: COMMITTED}) for step, value, _ in program.before]
     for index, (step, value, _) in enumerate(program.saves):
-        save = Save(step, known.contents[value])
+        save = Save(step, known.contents[value], series=program.series(index))
         begun = False
         for rank, diary in enumerate(diaries):
             for line in diary:
@@ -292,7 +294,7 @@ def _story(program: Program, known: Known, diaries: list[list[dict[str, Any]]]) 
                     save.told[rank] = line["outcome"]
         if begun:
             saves.append(save)
-    return Story(saves, keep=program.keep)
+    return Story(saves, program.keep, program.protected, {ROLLING: ROLLING_KEEP})
 
 
 def _partial(root: str) -> list[str]:
@@ -377,22 +379,20 @@ def _damage(strike: Strike, struck: list[dict[str, Any]], root: str, known: Know
         if line["op"] not in ("fsync", "fsync_file") or not _ATTEMPT.search(line["path"]):
             continue
         inside = re.sub(r"^.*/staging/\d+/[0-9a-f]{16}/", "", line["path"])
-        name = inside.partition("/")[0]
         path = os.path.join(root, inside)
         if not os.path.isfile(path):
             continue
-        was = standing(tree_of(root)).get(name)
+        before = standing(tree_of(root))
         with open(path, "r+b") as file:
             size = os.fstat(file.fileno()).st_size
             file.write(bytes(size))
-        if was is None:
-            continue
-        damaged = True
-        for save in story.saves:
-            if save.step == was[0]:
-                save.told = {}
+        for name in before.keys() - standing(tree_of(root)).keys():  # several, where one file has names in several
+            damaged = True
+            for save in story.saves:
+                if save.step == before[name][0] and name.endswith(ROLLING) == (save.series == ROLLING):
+                    save.told = {}
     if damaged:
-        story.keep = 1
+        story.keep, story.keeps, story.protected = 1, {ROLLING: 1}, frozenset()
     return damaged
 
 

@@ -98,6 +98,41 @@ def _publish_first() -> None:
     module.write_new = write_new
 
 
+def _no_fence() -> None:
+    """A rank's optimizer steps before its state is copied."""
+    import threading
+
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from distckpt.saving.staging import Copy
+
+    real, stepped = Copy.finish, threading.Event()
+
+    def finish(self: Copy) -> None:
+        stepped.wait(10.0)
+        real(self)
+
+    Copy.wait = lambda self, gone: None  # type: ignore[method-assign]
+    Copy.finish = finish  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(lambda *ignored: stepped.set())
+
+
+def _link_without_fsync() -> None:
+    """A rank acks a link to a file that is not durable: whatever the fsync through its new name said."""
+    from distckpt.durable import Files
+    from distckpt.saving.links import Twins
+
+    real = Twins.link
+
+    def link(self: Twins, files: Files, *what: Any) -> bool:
+        try:
+            return real(self, files, *what)
+        except OSError:
+            return True
+
+    Twins.link = link  # type: ignore[method-assign]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "ack without fsync": _ack_without_fsync,
     "close unchecked": _close_unchecked,
@@ -105,6 +140,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "makes its way": _makes_its_way,
     "rotate first": _rotate_first,
     "publish first": _publish_first,
+    "no fence": _no_fence,
+    "link without fsync": _link_without_fsync,
 }
 
 

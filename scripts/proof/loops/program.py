@@ -8,8 +8,8 @@ import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from distckpt.coordination.rounds import Call
 from distckpt.durable import REAL
 from distckpt.errors import DistckptError, SaveError
 from distckpt.options import Seams, Timeouts
-from distckpt.testing.checker import tree_of
+from distckpt.series import SeriesView
+from distckpt.testing.checker import MAIN, tree_of
 from distckpt.testing.faults import FaultyFiles, Operation
 from distckpt.testing.forks import Place
 from scripts.proof.loops import mutants
@@ -31,13 +32,16 @@ PATIENT = Timeouts(arrive=20, progress=20, visible=2, close=20)
 DEADLINE = 1.5
 HASTY = Timeouts(arrive=DEADLINE, progress=DEADLINE, visible=DEADLINE, close=DEADLINE)
 SILENCE = 1.0
+ROLLING, ROLLING_KEEP = "rolling", 1
+"""The second series, and how many of it stay."""
 NEXT, LAST = 90, 91
 """Steps that the jobs after the struck one save."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """``before``: saves of an earlier job, that ended well. ``saves``: (step, value, on_exists), in order."""
+    """``before``: saves of an earlier job, that ended well. ``saves``: (step, value, on_exists), in order. ``rolling``: which of
+    them, by their place, go into the second series. ``losses``: metrics by step; ``options``: further ones of the manager."""
 
     name: str
     saves: tuple[tuple[int, int, str], ...]
@@ -45,6 +49,22 @@ class Program:
     payload: str = "shards"
     background: bool = False
     keep: int = 2
+    staging: str = "copy"
+    rolling: frozenset[int] = frozenset()
+    losses: Mapping[int, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def series(self, index: int) -> str:
+        return ROLLING if index in self.rolling else MAIN
+
+    def metrics(self, index: int, step: int) -> dict[str, float] | None:
+        return {"loss": self.losses[step]} if step in self.losses and index not in self.rolling else None
+
+    @property
+    def protected(self) -> frozenset[int]:
+        """The step that its policy keeps once it is committed, whatever comes later."""
+        best = min(self.losses, key=self.losses.__getitem__, default=None)
+        return frozenset() if best is None else frozenset({best})
 
 
 _THREE = ((1, 1, "error"), (2, 2, "error"), (3, 3, "error"))
@@ -55,7 +75,12 @@ PROGRAMS = {program.name: program for program in (
     Program("members", _THREE[:2] + ((2, 5, "replace"),), payload="members"),
     Program("dcp", _THREE[:2] + ((2, 5, "replace"),), payload="dcp"),
     Program("dcp background", _THREE, payload="dcp", background=True),
+    # A writer process writes to the real file system only, so the seam that is struck here excludes it: L1 and L3 have it.
+    Program("every option", ((1, 1, "error"), (1, 11, "error"), (2, 2, "error"), (2, 12, "error"), (3, 3, "error")),
+            payload="trained", background=True, keep=1, staging="overlap", rolling=frozenset({1, 3}),
+            losses={1: 0.2, 2: 0.1, 3: 0.4}, options={"dedup": "link", "digest": "sha256", "keep_best": 1}),
 )}
+"""Later ones at the end: what runs there are of the others stays as it is."""
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------
@@ -72,20 +97,35 @@ class State:
             from torch.distributed.tensor import DTensor, Shard
 
             self.whole = DTensor.from_local(self.weights, init_device_mesh("cpu", (place.world,)), [Shard(0)])
+        elif self._kind == "trained":
+            self.frozen = {"w": torch.full((64,), -1.0 - place.rank)}
+            self.weights = torch.nn.Parameter(self.weights)
+            self.optimizer = torch.optim.SGD([self.weights], lr=0.5, momentum=0.9)
+            self.step()  # an optimizer makes its state in its first step
         self.become(value)
+
+    def step(self) -> None:
+        """The optimizer's, which waits until what it changes is copied."""
+        self.weights.grad = torch.ones(64)
+        self.optimizer.step()
 
     def become(self, value: int) -> None:
         """As a training step does: in place."""
         generator = torch.Generator().manual_seed(value * 100 + self._place.rank)
-        self.weights.copy_(torch.rand(64, generator=generator) if value else torch.zeros(64))
+        self.weights.detach().copy_(torch.rand(64, generator=generator) if value else torch.zeros(64))
+        if self._kind == "trained":
+            self.optimizer.state[self.weights]["momentum_buffer"].copy_(2 * self.weights.detach())
         self.progress.update(value=value, seen=[value, self._place.rank])
 
     @property
     def payload(self) -> Any:
         if self._kind == "dcp":
             return distckpt.DCP(state={"w": self.whole})
+        if self._kind == "trained":
+            return {"frozen": distckpt.Shards(self.frozen, format="safetensors"), "optimizer": distckpt.Shards(self.optimizer),
+                    "model": distckpt.Shards({"w": self.weights.detach()}, format="safetensors")}
         if self._kind == "members":
-            return {"model": distckpt.Shards({"w": self.weights}), "loop": distckpt.TrainState(progress=self.progress)}
+            return {"model": distckpt.Shards({"w": self.weights.detach()}), "loop": distckpt.TrainState(progress=self.progress)}
         return distckpt.Shards({"w": self.weights, "progress": self.progress})
 
     def differs(self, program: Program, value: int) -> bool:
@@ -93,8 +133,11 @@ class State:
         other._kind, other._place = "", self._place
         other.weights, other.progress = torch.zeros(64), {}
         other.become(value)
-        same = torch.equal(self.weights, other.weights)
-        return not (same and (self._kind == "dcp" or self.progress == other.progress))
+        same = torch.equal(self.weights.detach(), other.weights)
+        if self._kind == "trained":
+            momentum = self.optimizer.state[self.weights]["momentum_buffer"]
+            same = same and torch.equal(momentum, 2 * other.weights) and bool((self.frozen["w"] == -1.0 - self._place.rank).all())
+        return not (same and (self._kind in ("dcp", "trained") or self.progress == other.progress))
 
 
 # -- diary ---------------------------------------------------------------------------------------------------------------
@@ -144,7 +187,7 @@ def _manager(program: Program, place: Place, root: str, files: FaultyFiles, time
         seams = Seams(files=files)
     else:
         seams = Seams(files=files, bootstrap=place.bootstrap())
-    return distckpt.CheckpointManager(root, keep_last=program.keep, seams=seams, timeouts=timeouts)
+    return distckpt.CheckpointManager(root, keep_last=program.keep, seams=seams, timeouts=timeouts, **program.options)
 
 
 def _count_dcp(files: FaultyFiles) -> None:
@@ -182,9 +225,11 @@ def play(place: Place, root: str, name: str, strike: Strike | None, timeouts: Ti
         with _manager(program, place, root, files, timeouts) as manager:
             state = State(program, place, 0)
             manager.restore(state.payload, verify="digest")
+            rolling = manager.series(ROLLING, keep_last=ROLLING_KEEP) if program.rolling else None
             for index, (step, value, rule) in enumerate(program.before if earlier else program.saves):
                 state.become(value)
-                _one(manager, diary, state, program, index, step, value, rule)
+                _one(manager, rolling if rolling is not None and index in program.rolling else manager, diary, state, program,
+                     index, step, value, rule)
             diary.note("closing")
     except Exception as error:  # into the diary, and on as in any program
         diary.error(error)
@@ -207,11 +252,15 @@ def _watch_absence(diary: Diary) -> None:
     Call.absence = absence  # type: ignore[method-assign]
 
 
-def _one(manager: distckpt.CheckpointManager, diary: Diary, state: State, program: Program, index: int, step: int, value: int,
-         rule: str) -> None:
+def _one(manager: distckpt.CheckpointManager, line: distckpt.CheckpointManager | SeriesView, diary: Diary, state: State,
+         program: Program, index: int, step: int, value: int, rule: str) -> None:
+    """``line``: the series that it goes into."""
     diary.note("begin", save=index, step=step, value=value)
     try:
-        manager.save(step, state.payload, meta={"value": value}, on_exists=rule, background=program.background)
+        line.save(step, state.payload, meta={"value": value}, on_exists=rule, background=program.background,
+                  staging=program.staging, metrics=program.metrics(index, step))
+        if program.staging == "overlap":
+            state.step()
         if program.background:
             state.become(value + 50)  # it was copied, so training goes on
             manager.poll(step + 1)

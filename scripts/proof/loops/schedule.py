@@ -20,7 +20,7 @@ _ONE_ERRNO_EACH = {("error", False): 8, ("error", True): 8, ("late error", False
                    ("read error", True): 2, ("lie", True): 8, ("stop", False): 4, ("slow", False): 8}
 _SAMPLE = 8
 _MOST = 640
-_FIRST = 128
+_FIRST = 152
 
 
 def stride(program: str, kind: str, forever: bool) -> int:

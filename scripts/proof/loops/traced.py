@@ -18,7 +18,7 @@ from typing import Any
 from scripts.proof.loops.judge import Item, Judged, Known, judge
 
 KINDS = (("error", "EIO"), ("error", "ENOSPC"), ("kill", ""))
-PROGRAMS = {"sync": 2, "background": 6, "members": 6}
+PROGRAMS = {"sync": 2, "background": 6, "members": 6, "every option": 12}
 """Every so many-th operation of each is struck from outside as well, the kinds in turn: one run in twenty."""
 _CALLS = {"open": "openat", "write": "write", "fsync": "fsync", "close": "close", "fsync_file": "fsync", "fsync_dir": "fsync",
           "overwrite": "openat", "append": "openat", "mkdir": "mkdir", "rename": "rename", "exchange": "renameat2",
