@@ -17,7 +17,7 @@ from distckpt.durable import REAL
 from distckpt.errors import ConfigError
 from distckpt.layout import Layout, Naming, check_step
 from distckpt.options import Seams
-from distckpt.payloads.base import Payload, Ranks, Stageable, as_payload, stageable
+from distckpt.payloads.base import Payload, Ranks, Stageable, as_payload, is_stageable, stageable
 from distckpt.payloads.live import live_of
 from distckpt.runtime import Thread
 from distckpt.saving.arena import Arena
@@ -75,7 +75,7 @@ class Behind:
 
     def learn(self, payload: Payload) -> None:
         """``restore`` was given this state: background saves of it are likely, and ``poll`` prepares for them."""
-        if self.arena.size == 0 and self._preparing is None and isinstance(payload, Stageable):
+        if self.arena.size == 0 and self._preparing is None and is_stageable(payload):
             self._state = payload
             self.attention = True
 

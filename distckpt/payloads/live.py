@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from distckpt.saving.arena import size_of
-from distckpt.saving.staging import pointer, tensors_of
+from distckpt.saving.arena import PLAIN, size_of
+from distckpt.saving.staging import CONSTANT, pointer, tensors_of
 
 
 @dataclass
@@ -33,19 +33,15 @@ class Live:
         """The memory that may still be copied while a step runs. Empty when an optimizer cannot be made to wait for it."""
         if not all(hasattr(o, "register_step_pre_hook") for o in self.optimizers):
             return set()
-        return {pointer(t) for t in self.steady} - {pointer(t) for t in self.moving} - {0}
-
-
-@runtime_checkable
-class Knowing(Protocol):
-    """A payload that can say so. One that cannot is saved in the background all the same: its first copy meets cold memory,
-    and nothing of it is left for later."""
-
-    def live(self) -> Live: ...
+        found = {t.untyped_storage().data_ptr() if type(t) in PLAIN else pointer(t) for t in self.steady}
+        return found - {pointer(t) for t in self.moving} - {0}
 
 
 def live_of(payload: Any) -> Live | None:
-    return payload.live() if isinstance(payload, Knowing) else None
+    """What a payload says that can (``live() -> Live``). One that cannot is saved in the background all the same: its first copy
+    meets cold memory, and nothing of it is left for later."""
+    live = getattr(payload, "live", None)
+    return live() if live is not None else None
 
 
 def joined(parts: Iterable[Live | None]) -> Live:
@@ -72,17 +68,31 @@ def of_value(value: Any) -> Live:
 
 
 def _of_module(module: torch.nn.Module) -> Live:
-    found = Live(steady=[_local(p) for _, p in module.named_parameters(remove_duplicate=False)])
-    for inner in module.modules():
-        passing = inner._non_persistent_buffers_set
-        found.moving += [_local(b) for name, b in inner._buffers.items() if b is not None and name not in passing]
+    """Where ``named_parameters`` finds them, without the names: it is asked in the call of every save that overlaps."""
+    found = Live()
+    modules, known = [module], {id(module)}
+    for inner in modules:
+        found.steady += [p if type(p) in PLAIN else _local(p) for p in inner._parameters.values() if p is not None]
+        if inner._buffers:
+            passing = inner._non_persistent_buffers_set
+            found.moving += [_local(b) for name, b in inner._buffers.items() if b is not None and name not in passing]
+        for child in inner._modules.values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
     return found
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Live:
     """An optimizer makes its state in its first step, and a few make none at all."""
-    state = dict(enumerate(optimizer.state.values()))
-    return Live(steady=tensors_of(state), optimizers=[optimizer], complete=bool(state))
+    found: list[torch.Tensor] = []
+    for one in optimizer.state.values():
+        for value in one.values() if type(one) is dict else [one]:
+            if type(value) in PLAIN:
+                found.append(value)
+            elif type(value) not in CONSTANT:
+                found += tensors_of(value)
+    return Live(steady=found, optimizers=[optimizer], complete=bool(optimizer.state))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Tensors that are values and nothing else, by their exact class."""
+
 ALIGN = 64
 _PAGE = 4096
 _PIECE = 64 << 20
@@ -23,6 +26,21 @@ _PIECE = 64 << 20
 
 class NoRoom(Exception):
     """What is to be staged does not fit."""
+
+
+class _Cut:
+    """A tensor over a part of the block, which is used up to ``end`` with it; ``ready``: the next that is given out of it."""
+
+    __slots__ = ("dtype", "end", "ready", "room", "shape")
+
+    def __init__(self, end: int, dtype: torch.dtype, shape: torch.Size, room: torch.Tensor) -> None:
+        self.end, self.dtype, self.shape, self.room = end, dtype, shape, room
+        self.ready: torch.Tensor | None = None
+
+    def give(self) -> torch.Tensor:
+        """Whoever asks for gradients of it, or sets something on it, does so with his own."""
+        given, self.ready = self.ready, None
+        return self.room.detach() if given is None else given
 
 
 class Arena:
@@ -34,9 +52,8 @@ class Arena:
     def __init__(self, pin: bool = False, shared: bool = False) -> None:
         self._pin, self._shared = pin, shared
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-        self._cuts: dict[int, torch.Tensor] = {}
-        self._cuts_before: dict[int, torch.Tensor] = {}
+        self._used = self._count = 0
+        self._cuts: list[_Cut] = []
         self._release: Any = None
         self.handle = -1
         self.version = 0
@@ -68,30 +85,38 @@ class Arena:
         if self._release is not None:
             self._release()
         self._release, self.handle = None, -1
-        self._cuts, self._cuts_before = {}, {}
+        self._cuts = []
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def rewind(self) -> None:
-        """The next cut is the first. What was cut since the last time is known again, as a state mostly looks as it did: to make
-        a tensor over the block takes a third of what a save costs training for each."""
-        self._used = 0
-        self._cuts, self._cuts_before = {}, self._cuts
+        """The next cut is the first. What was cut before is known again, as a state mostly looks as it did: to make a tensor over
+        the block costs as much as all else that a save does for it."""
+        self._used = self._count = 0
+
+    def ready(self) -> None:
+        """Make what the next cuts are likely to give out, on a thread that holds nobody up; between two saves' cuts only."""
+        for cut in self._cuts:
+            cut.ready = cut.room.detach()
 
     def cut(self, like: torch.Tensor) -> torch.Tensor:
         """Room for the values of ``like``, contiguous, of its dtype and shape, with a storage of its own: of a slice of the
         block, ``torch.save`` would write the whole block into every file."""
-        length = like.numel() * like.element_size()
-        start = -(-self._used // ALIGN) * ALIGN
+        count, begun, dtype, shape = self._count, self._used, like.dtype, like.shape
+        self._count = count + 1
+        if count < len(self._cuts):
+            cut = self._cuts[count]
+            if cut.dtype is dtype and cut.shape == shape:
+                self._used = cut.end
+                return cut.give()
+            del self._cuts[count:]  # behind another one their memory may not be free: a cut is known by all those before it, too
+        start, length = -(-begun // ALIGN) * ALIGN, like.nbytes
         self._used = start + length
-        if self._used > self._block.numel():
-            raise NoRoom(f"the staging arena holds {self._block.numel()} bytes and {self._used} are needed")
-        if not length:
-            return torch.empty(like.shape, dtype=like.dtype)
-        room = self._cuts_before.get(start)
-        if room is None or room.dtype != like.dtype or room.shape != like.shape:
-            room = torch.frombuffer(self._block.numpy(), dtype=like.dtype, offset=start, count=like.numel()).view(like.shape)
-        self._cuts[start] = room
-        return room.detach()  # whoever asks for gradients of it, or sets something on it, does so with his own
+        if self._used > self.size:
+            raise NoRoom(f"the staging arena holds {self.size} bytes and {self._used} are needed")
+        room = (torch.frombuffer(self._block.numpy(), dtype=dtype, offset=start, count=like.numel()).view(shape) if length
+                else torch.empty(shape, dtype=dtype))
+        self._cuts.append(_Cut(self._used, dtype, shape, room))
+        return self._cuts[-1].give()
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Where in the block ``tensor`` stands; None when it does not."""
@@ -108,9 +133,13 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def identity(tensor: torch.Tensor) -> Hashable:
-    """What two names of one tensor have in common."""
-    where = tensor.untyped_storage().data_ptr()
-    return (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype) if where else id(tensor)
+    """What two names of one tensor have in common: the same bytes, read in the same way (``z.conj()`` is a view of the bytes of
+    ``z``, and so is the imaginary part of it, which is negated when it is read)."""
+    where = tensor.untyped_storage().data_ptr()  # raises for what has no bytes of its own, such as a wrapper of other tensors
+    if not where:
+        return id(tensor)
+    read = tensor.is_conj(), tensor.is_neg()
+    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, read
 
 
 def _register(block: torch.Tensor) -> bool:

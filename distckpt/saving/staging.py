@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy as _copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from distckpt import digest
 from distckpt.runtime import Runtime
-from distckpt.saving.arena import Arena, NoRoom, identity, size_of
+from distckpt.saving.arena import PLAIN, Arena, NoRoom, identity, size_of
 
 HOW = ("copy", "overlap")
+
+Path = tuple[Any, ...]
+"""Where in a state something stands: the path of what it stands in, and its key there; empty at the top."""
+
+Item = tuple[Path, torch.Tensor, torch.Tensor]
+"""What is copied: its path, the target, the source."""
+
+CONSTANT = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 _SHOWN = 8
 _LOOK = 0.5
@@ -42,7 +50,7 @@ class Device:
 
     def begin(self, sources: Iterable[torch.Tensor]) -> None:
         """On the training thread: the copies to come follow what its streams are computing now."""
-        for device in {s.device for s in sources if s.device.type == "cuda"}:
+        for device in {s.device for s in sources if s.is_cuda}:
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -76,9 +84,9 @@ class Copy:
 
     def __init__(self, runtime: Runtime, device: Device, check: bool) -> None:
         self._runtime, self._device, self._check = runtime, device, check
-        self._later: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._later: list[Item] = []
         self._before: dict[str, str] = {}
-        self._event: DeviceEvent | None = None
+        self._arena: Arena | None = None
         self._done = runtime.event()
         self._since: float | None = None
         self._waited = 0.0
@@ -97,24 +105,35 @@ class Copy:
         return self._begin(tree, arena, steady)
 
     def _begin(self, tree: Any, arena: Arena, steady: set[int]) -> Any:
+        self._arena = arena
         arena.rewind()
-        now: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        later: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        twins: dict[Any, torch.Tensor] = {}
+        now: list[Item] = []
+        later: list[Item] = []
+        first: dict[int, Item] = {}
+        twins: dict[Hashable, torch.Tensor] = {}
 
-        def stage(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            key = identity(tensor)
-            known = twins.get(key)
-            if known is not None:
-                return known
-            target, source = arena.cut(tensor), tensor.detach()
-            twins[key] = target
+        def stage(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+            where = tensor.data_ptr()
+            there = first.get(where)
+            if there is not None or not where:  # rare: another name of one memory, or none at all. Look closer
+                if there is not None:
+                    twins.setdefault(identity(there[2]), there[1])
+                known = twins.get(identity(tensor))
+                if known is not None:
+                    return known
+            target = arena.cut(tensor)
+            source = tensor.detach()  # of the memory that it has now: to give the tensor another (``.data``) does not reach this
+            item = (path, target, source)
+            if there is not None or not where:
+                twins[identity(tensor)] = target
+            else:
+                first[where] = item
             if self._check:
-                self._before[name] = _digest(source)
-            (later if steady and pointer(source) in steady else now).append((name, target, source))
+                self._before[shown(path)] = _digest(source)
+            (later if steady and source.untyped_storage().data_ptr() in steady else now).append(item)
             return target
 
-        staged = _walk(tree, stage, "")
+        staged = _walk(tree, stage, ())
         self._device.begin(source for _, _, source in (*now, *later))
         self._run(now)
         self._later = later
@@ -136,6 +155,8 @@ class Copy:
             if self._since is not None:
                 self._waited += self._runtime.monotonic() - self._since
             self._done.set()
+        if self._arena is not None:
+            self._arena.ready()
 
     @property
     def waited(self) -> float:
@@ -151,7 +172,7 @@ class Copy:
             if gone():
                 return
 
-    def _run(self, items: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    def _run(self, items: list[Item]) -> None:
         on_device = False
         for _, target, source in items:
             if self._device.holds(source):
@@ -161,7 +182,10 @@ class Copy:
                 _fill(target, source)
         if on_device:
             self._device.event().wait()
-        changed = [name for name, target, source in items
+        if not self._check:
+            return
+        named = [(shown(path), target, source) for path, target, source in items]
+        changed = [name for name, target, source in named
                    if name in self._before and not self._before[name] == _digest(target) == _digest(source)]
         if changed:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
@@ -176,6 +200,15 @@ def pointer(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
+def shown(path: Path) -> str:
+    """``layer.w``, ``list[0].w``: where in a state it stands, as people write it."""
+    text = ""
+    while path:
+        path, key = path
+        text = f"{key}{'.' if text and not text.startswith('[') else ''}{text}"
+    return text
+
+
 def copy(tree: Any, arena: Arena, runtime: Runtime) -> Any:
     """``tree`` with every tensor replaced by a copy in ``arena``, and everything else by a deep copy."""
     return Copy(runtime, Device(), check=False).begin(tree, arena, set())
@@ -185,11 +218,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The local tensors of a state, in the order in which they are copied."""
     found: list[torch.Tensor] = []
 
-    def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(path: Path, tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    _walk(tree, keep, "", deep=False)
+    _walk(tree, keep, (), deep=False)
     return found
 
 
@@ -201,7 +234,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    if source.nbytes > _SMALL and source.is_contiguous():
+    if source.nbytes > _SMALL and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
         import numpy  # its copy is half again as fast as torch's on one core, and costs more to begin
 
         numpy.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
@@ -209,30 +242,39 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-OnTensor = Callable[[str, torch.Tensor], torch.Tensor]
+OnTensor = Callable[[Path, torch.Tensor], torch.Tensor]
 
 
-def _walk(value: Any, on_tensor: OnTensor, name: str, deep: bool = True) -> Any:
+def _walk(value: Any, on_tensor: OnTensor, path: Path, deep: bool = True) -> Any:
+    """What every tensor costs training is mostly this: so the kinds are told apart by their exact type, and what is most of a
+    state comes first. A name is made of ``path`` only where somebody wants to read it."""
+    kind = type(value)
+    if kind in PLAIN:
+        return on_tensor(path, value)
+    if kind in CONSTANT:
+        return value
+    if kind is dict or kind is OrderedDict:
+        found = kind()
+        for key, item in value.items():
+            found[key] = item if type(item) in CONSTANT else _walk(item, on_tensor, (path, key), deep)
+        if kind is OrderedDict:  # a module's state dict carries the versions of its parts there (_metadata)
+            vars(found).update(_walk(vars(value), on_tensor, path, deep))
+        return found
+    if kind is list or kind is tuple:
+        return kind(item if type(item) in CONSTANT else _walk(item, on_tensor, (path, f"[{index}]"), deep)
+                    for index, item in enumerate(value))
     if isinstance(value, DTensor):
-        local = on_tensor(name, value._local_tensor)
+        local = on_tensor(path, value._local_tensor)
         return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     if isinstance(value, ShardedTensor):  # FSDP1's, a tensor by class and without memory of its own
-        shards = [_shard(shard, on_tensor, f"{name}[shard {index}]") for index, shard in enumerate(value.local_shards())]
+        shards = [_shard(shard, on_tensor, (path, f"[shard {index}]")) for index, shard in enumerate(value.local_shards())]
         return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, value.metadata(), value.sharding_spec())
     if isinstance(value, torch.Tensor):
-        return on_tensor(name, value)
-    if type(value) in (dict, OrderedDict):
-        found = type(value)((key, _walk(item, on_tensor, f"{name}.{key}" if name else str(key), deep))
-                            for key, item in value.items())
-        if type(value) is OrderedDict:  # a module's state dict carries the versions of its parts there (_metadata)
-            vars(found).update(_copy.deepcopy(vars(value)))
-        return found
-    if type(value) in (list, tuple):
-        return type(value)(_walk(item, on_tensor, f"{name}[{index}]", deep) for index, item in enumerate(value))
+        return on_tensor(path, value)
     return _copy.deepcopy(value) if deep else value
 
 
-def _shard(shard: Any, on_tensor: OnTensor, name: str) -> Any:
+def _shard(shard: Any, on_tensor: OnTensor, path: Path) -> Any:
     staged = _copy.copy(shard)
-    staged.tensor = on_tensor(name, shard.tensor)
+    staged.tensor = on_tensor(path, shard.tensor)
     return staged
