@@ -1,14 +1,18 @@
-"""What the table of peers rests on: what counts as bad, what a journal adds, which fsyncs came too early."""
+"""What the table of peers rests on: what counts as bad, what a journal adds, which fsyncs came too early, which cuts count."""
 
 from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
 
 import pytest
 
 from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Names, Run, Step, Sync, Write
-from scripts.proof import peers
+from scripts.proof import blocklog, peers
 from scripts.proof.layer import Budget, Result
-from scripts.proof.peers import violations
+from scripts.proof.peers import blocks, violations
 from scripts.proof.peers.judge import Goldens, Judge, Picker, Tally, verdict
 from scripts.proof.peers.known import PEERS, Peer
 from scripts.proof.peers.recording import Journal, Recording, tree_of
@@ -123,3 +127,30 @@ def test_fewer_than_five_other_libraries_is_a_violation_and_what_was_not_reached
     cut = layer(0, seconds=0.0)
     assert cut.violations == ["peers: 1 other libraries ran, fewer than 5"]
     assert f"no time was left for: {PEERS[1].name}, {PEERS[2].name}" in cut.covers and PEERS[-1].name in cut.covers
+
+
+def test_a_cut_inside_a_save_holds_nothing_that_was_written_after_the_last_acknowledgement(tmp_path: Path) -> None:
+    log, lengths = tmp_path / "log", [0]
+    with log.open("wb") as out:  # a mount, then four saves of one write each; every second one is flushed
+        for number in range(7):
+            out.write(struct.pack("<QI", number, 3) + b"%03d" % number)
+            if number % 2:
+                out.write(struct.pack("<QI", (1 << 64) - 1, 0))
+            lengths.append(out.tell())
+    begun, acks = lengths[1], lengths[2:6]
+    epochs = blocklog.read_log(str(log), acks[-1])
+    assert [[bytes(write.data) for write in epoch.writes] for epoch in epochs] == [[b"000", b"001"], [b"002", b"003"], [b"004"]]
+    found = blocklog.states(epochs, random.Random(0), 200, begun)
+    assert {(state.epoch, state.issued) for state in found} == {(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)}
+    assert all(begun <= state.at <= acks[-1] for state in found)
+    recording = blocks.Recording("", epochs, begun, acks, [], GOLDEN)
+    assert [recording.acked(at) for at in (begun, acks[0] - 1, acks[0], acks[2], acks[3])] == [0, 0, 1, 3, 3]
+
+
+@pytest.mark.parametrize("torn", [1, 12, 14])
+def test_a_record_that_was_being_written_at_an_acknowledgement_is_not_read(torn: int, tmp_path: Path) -> None:
+    record = struct.pack("<QI", 0, 3) + b"abc"
+    (tmp_path / "log").write_bytes(record * 2)
+    epochs = blocklog.read_log(str(tmp_path / "log"), len(record) + torn)
+    assert [len(epoch.writes) for epoch in epochs] == [1] and epochs[-1].end == len(record)
+    assert {state.at for state in blocklog.states(epochs, random.Random(0), 5, len(record) + torn)} == {len(record)}
