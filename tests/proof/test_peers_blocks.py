@@ -49,7 +49,7 @@ def found() -> Iterator[Found]:
     if lacking:
         pytest.skip(lacking)
     with tempfile.TemporaryDirectory(prefix="peers-blocks-", dir="/dev/shm") as folder:
-        yield zygote(_replays, folder, timeout=240.0)
+        yield zygote(_replays, folder, timeout=300.0)
 
 
 @pytest.mark.parametrize(("name", "mutant", "bad"), [(DCP, "", True), (OURS, "", False), (OURS, MUTANT, True)])

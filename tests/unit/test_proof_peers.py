@@ -12,11 +12,12 @@ from distckpt.testing.crashfs import CrashFiles
 from distckpt.testing.replay import Mark, Names, Run, Step, Sync, Write
 from scripts.proof import blocklog, peers
 from scripts.proof.layer import Budget, Result
-from scripts.proof.peers import blocks, violations
+from scripts.proof.peers import blocks, table, violations
+from scripts.proof.peers.child import Child
 from scripts.proof.peers.judge import Goldens, Judge, Picker, Tally, verdict
 from scripts.proof.peers.known import PEERS, Peer
 from scripts.proof.peers.recording import Journal, Recording, tree_of
-from scripts.proof.peers.table import Row
+from scripts.proof.peers.table import HEAD, LAST, MODEL, WITHIN, Row, keep, kept, line
 
 PEER = Peer("toy", "toy", None, unread="log$", optional="extra$")
 GOLDEN = Goldens(PEER, {1: ("one", {"a": b"1", "extra": b"x"}), 2: ("two", {"a": b"2"})})
@@ -154,3 +155,54 @@ def test_a_record_that_was_being_written_at_an_acknowledgement_is_not_read(torn:
     epochs = blocklog.read_log(str(tmp_path / "log"), len(record) + torn)
     assert [len(epoch.writes) for epoch in epochs] == [1] and epochs[-1].end == len(record)
     assert {state.at for state in blocklog.states(epochs, random.Random(0), 5, len(record) + torn)} == {len(record)}
+
+
+def test_what_the_kernel_happens_to_do_falls_once_and_where_it_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+
+    class Saver(Child):
+        def __init__(self) -> None:
+            self.says = iter([*({"acknowledged": number, "log": 10 * number} for number in range(1, 5)), {"code": 0}])
+
+        def ask(self, line: str, limit: float = 0) -> dict[str, object]:
+            return self.hear(limit)
+
+        def hear(self, limit: float, asked: str = "") -> dict[str, object]:
+            answer = next(self.says)
+            done.append(answer.get("acknowledged", "end"))
+            return answer
+
+        def quiet(self, seconds: float) -> bool:
+            done.append(seconds)
+            return True
+
+    monkeypatch.setitem(blocks.EVENTS, "written back", done.append)
+    acks, times = blocks._hear(Saver(), "", "/mnt", blocks.Event("written back", 2, 0.5))
+    assert done == [1, 2, 0.5, "/mnt", 3, 4, "end"] and acks == [10, 20, 30, 40] and len(times) == 4
+
+
+def test_of_two_lines_that_come_at_once_both_are_heard(tmp_path: Path) -> None:
+    program = ["sh", "-c", """printf '%s\\n%s\\n' '{"log": 1}' '{"code": 0}'; read end"""]
+    with Child("toy", program, {}, tmp_path / "log") as child:
+        assert [child.hear(5), child.hear(5)] == [{"log": 1}, {"code": 0}]
+
+
+def test_every_row_has_a_cell_for_every_column() -> None:
+    tallies = {mode: Tally(states=3) for mode in ("kill", "ordered", "weak", "inside ext4")}
+    rows = (Row(PEER, failed="no wheel"), Row(PEER, tallies=tallies, real={"ext4": "0/3", "inside xfs": "not measured: EINVAL"}))
+    assert {line(row).count("|") for row in rows} == {HEAD.splitlines()[0].count("|")}
+    assert "| 0/3 | not measured: EINVAL | 0/3 | not run |" in line(rows[1])
+
+
+def test_a_part_that_was_left_out_is_that_of_the_row_before_if_it_is_of_the_same_version(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(table, "STORE", tmp_path / "rows")
+    peer, days = PEERS[0], dict.fromkeys((MODEL, LAST, WITHIN), "2026-01-01")
+    old, new = Tally(states=3), Tally(states=5)
+    keep(Row(peer, "1", "", (1, 2, 3), {"kill": old, "inside ext4": old}, {}, {"ext4": "0/3"}, 3, 1, dates=days))
+    keep(Row(peer, "1", tallies={"inside ext4": new}, dates={WITHIN: "2026-02-02"}))
+    row = kept()[0]
+    assert row.tallies == {"kill": old, "inside ext4": new} and row.real == {"ext4": "0/3"}
+    assert (row.fsyncs, row.cuts, row.wrong_cuts) == ((1, 2, 3), 3, 1) and row.dates == {**days, WITHIN: "2026-02-02"}
+    keep(Row(peer, "2", tallies={"inside ext4": new}, dates={WITHIN: "2026-03-03"}))
+    assert kept()[0].tallies == {"inside ext4": new} and "not run" in line(kept()[0])

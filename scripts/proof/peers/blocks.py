@@ -134,6 +134,7 @@ def _judge(kind: str, recording: Recording, picker: Picker, folder: str, rng: ra
     """Some images of a recording; those that differ only where the peer's rule cannot see are one."""
     images, seen, known = Images(kind, recording.image, recording.epochs, folder), set[tuple[bytes, int]](), dict[bytes, int]()
     for state in states(recording.epochs, rng, IMAGES, recording.begun):
+        assert state.at <= recording.acks[-1], "a cut after the last acknowledgement tells nothing here"
         tally.generated += 1
         with images.mounted(state) as place:
             root = read_tree(Path(place, "work", "root"))

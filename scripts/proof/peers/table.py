@@ -27,12 +27,13 @@ CUTS = 3
 OUT, STORE = HERE / "table.md", HERE / "table.jsonl"
 NAMES = {"file": "files", "dir": "directories", "marker": "markers"}
 MUTANT = "the marker is not synced"
+PARTS = MODEL, WITHIN, LAST = "killed, ordered and weak", "inside a save", "after the last"
 INSIDE = {f"inside {system}": system for system in blocks.SYSTEMS}
 
 
 @dataclass
 class Row:
-    """What was measured for one peer. ``failed``: why nothing was."""
+    """What was measured for one peer. ``failed``: why nothing was. ``dates``: when each of PARTS was measured."""
 
     peer: Peer
     version: str = ""
@@ -44,6 +45,7 @@ class Row:
     cuts: int = 0
     wrong_cuts: int = 0
     seconds: float = 0.0
+    dates: dict[str, str] = field(default_factory=dict)
 
 
 def measure(peer: Peer, scratch: Path, states: int = STATES, cuts: int = CUTS, seed: int = 0, images: int = blocks.MOST) -> Row:
@@ -64,22 +66,32 @@ def measure(peer: Peer, scratch: Path, states: int = STATES, cuts: int = CUTS, s
 
 def _measure(row: Row, scratch: Path, states: int, cuts: int, seed: int, images: int) -> None:
     peer = row.peer
-    recording = record(peer, scratch / "run", scratch / "trace")
-    row.fsyncs = recording.fsyncs()
     with Server(peer, "pick", scratch / "pick.log") as server:
         picker = Picker(peer, server, scratch / "states")
-        golden = goldens(peer, recording, picker)
-        judge = Judge(peer, recording, picker, golden, states, seed)
-        row.tallies = judge.run()
-        for kind in ("file", "dir") if peer.ours else ():
-            blind = Judge(peer, recording.without_fsyncs(kind), picker, golden, 64, seed, judge.known, Mark)
-            row.controls[kind] = {"weak": blind.mode("weak")}
+        if states:
+            _modelled(row, picker, scratch, states, seed)
         if cuts and power.missing() is None:
             with Server(peer, "cuts", scratch / "cuts.log") as saver:
                 for system in power.SYSTEMS:
                     row.real[system] = _cuts(row, system, saver, picker, scratch, cuts)
+            row.dates[LAST] = _today()
         if images:
             _inside(row, picker, scratch, seed, images)
+            row.dates[WITHIN] = _today()
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def _modelled(row: Row, picker: Picker, scratch: Path, states: int, seed: int) -> None:
+    recording = record(row.peer, scratch / "run", scratch / "trace")
+    golden = goldens(row.peer, recording, picker)
+    judge = Judge(row.peer, recording, picker, golden, states, seed)
+    row.fsyncs, row.tallies, row.dates[MODEL] = recording.fsyncs(), judge.run(), _today()
+    for kind in ("file", "dir") if row.peer.ours else ():
+        blind = Judge(row.peer, recording.without_fsyncs(kind), picker, golden, 64, seed, judge.known, Mark)
+        row.controls[kind] = {"weak": blind.mode("weak")}
 
 
 def _inside(row: Row, picker: Picker, scratch: Path, seed: int, images: int) -> None:
@@ -132,9 +144,19 @@ def rows(only: str = "", states: int = STATES, cuts: int = CUTS, seed: int = 0, 
 
 
 def keep(row: Row) -> None:
-    """Add ``row`` to the measured ones; a later one of the same peer stands for it."""
+    """Add ``row`` to the measured ones; a later one of the same peer stands for it. Parts that were left out this time are those
+    of the row before, if it is of the same version."""
+    before = next((old for old in kept() if old.peer is row.peer and old.version == row.version and not row.failed), None)
+    if before is not None:
+        row = _over(before, row)
     with STORE.open("a", encoding="utf-8") as out:
         out.write(json.dumps({**asdict(row), "peer": row.peer.name}) + "\n")
+
+
+def _over(before: Row, row: Row) -> Row:
+    model, last = (row if part in row.dates else before for part in (MODEL, LAST))
+    return replace(row, fsyncs=model.fsyncs, tallies=before.tallies | row.tallies, controls=before.controls | row.controls,
+                   real=before.real | row.real, cuts=last.cuts, wrong_cuts=last.wrong_cuts, dates=before.dates | row.dates)
 
 
 def kept() -> list[Row]:
@@ -163,10 +185,10 @@ def line(row: Row) -> str:
         return said + "| " * (len(COLUMNS) - 3) + "|"
     files, early, folders = row.fsyncs
     fsyncs = f"{files} file{f' ({early} of them before the bytes were written)' if early else ''}, {folders} dir"
-    inside = [_cell(row.tallies[mode]) if mode in row.tallies else row.real.get(mode, "not run") for mode in INSIDE]
+    counted = [_cell(row.tallies[mode]) if mode in row.tallies else row.real.get(mode, "not run") for mode in (*MODES, *INSIDE)]
     real = [row.real.get(system, "not run") for system in power.SYSTEMS]
     return f"| {row.peer.name} | {row.version} | {fsyncs} | " + " | ".join(
-        [*(_cell(row.tallies[mode]) for mode in MODES), *inside, *real]) + " |"
+        [*counted, *real]) + " |"
 
 
 COLUMNS = ("peer", "version", "fsyncs seen", "kill: bad/states", "ordered: bad/states", "weak: bad/states",
@@ -222,8 +244,9 @@ In fairness
 
 def document(found: list[Row], states: int) -> str:
     """The table with what is needed to read it."""
-    parts = [f"# Peers under the same power cut\n\nMade by `python -m scripts.proof.peers --write`, "
-             f"{time.strftime('%Y-%m-%d', time.gmtime())}.\n", HEAD]
+    days = {part: sorted({row.dates[part] for row in found if part in row.dates}) for part in PARTS}
+    when = "; ".join(f"{part}: {', '.join(of)}" for part, of in days.items() if of)
+    parts = [f"# Peers under the same power cut\n\nMade by `python -m scripts.proof.peers --write` ({when}).\n", HEAD]
     parts += [line(row) for row in found]
     parts.append("\nWhat was wrong, by mode (distinct states), and the first of each:\n")
     for row in found:
@@ -243,8 +266,8 @@ def document(found: list[Row], states: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.proof.peers", description=__doc__)
     parser.add_argument("--only", default="", help="peers whose name contains this")
-    parser.add_argument("--states", type=int, default=STATES, help="crash states per step and mode, at most")
-    parser.add_argument("--cuts", type=int, default=CUTS, help="real power cuts per file system, after the last save")
+    parser.add_argument("--states", type=int, default=STATES, help="crash states per step and mode, at most; 0: none")
+    parser.add_argument("--cuts", type=int, default=CUTS, help="power cuts per file system after the last save; 0: none")
     parser.add_argument("--images", type=int, default=blocks.MOST, help="disks cut inside a save, per file system; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help=f"keep the rows in {STORE.name}, and write {OUT.name} from all kept")
@@ -255,6 +278,6 @@ def main() -> None:
         print(f"{line(row)} {row.seconds:.0f} s", file=sys.stderr, flush=True)
         if chosen.write:
             keep(row)
-            OUT.write_text(document(kept(), chosen.states), encoding="utf-8")
+            OUT.write_text(document(kept(), chosen.states or STATES), encoding="utf-8")
     if not chosen.write:
         print(document(found, chosen.states))
