@@ -204,5 +204,7 @@ def test_a_part_that_was_left_out_is_that_of_the_row_before_if_it_is_of_the_same
     row = kept()[0]
     assert row.tallies == {"kill": old, "inside ext4": new} and row.real == {"ext4": "0/3"}
     assert (row.fsyncs, row.cuts, row.wrong_cuts) == ((1, 2, 3), 3, 1) and row.dates == {**days, WITHIN: "2026-02-02"}
+    keep(Row(peer, "1", real={"inside ext4": "not measured: EINVAL"}, dates={WITHIN: "2026-02-03"}))
+    assert "| 0/3 | not run | not run | not measured: EINVAL | not run | 0/3 |" in line(kept()[0])
     keep(Row(peer, "2", tallies={"inside ext4": new}, dates={WITHIN: "2026-03-03"}))
     assert kept()[0].tallies == {"inside ext4": new} and "not run" in line(kept()[0])
