@@ -18,7 +18,7 @@ from scripts.proof.peers.table import MUTANT
 from tests.crash.forks import zygote
 
 IMAGES = blocks.IMAGES + 1
-"""More than one run gives: in the first one the kernel does nothing by itself."""
+"""More than one run gives: in the first one nothing is asked of the kernel."""
 DCP, OURS = "torch DCP, same directory overwritten", "distckpt, 2 ranks"
 CASES = ((DCP, ""), (OURS, ""), (OURS, MUTANT))
 Found = dict[tuple[str, str], dict[str, Tally]]

@@ -42,14 +42,14 @@ EVENTS: dict[str, Callable[[str], None]] = {"written back": disks.write_back, "o
 
 @dataclass(frozen=True)
 class Event:
-    """What the kernel happened to do, ``wait`` seconds after acknowledgement ``after`` (0: never)."""
+    """What the kernel happened to do, being asked to, ``wait`` seconds after acknowledgement ``after`` (0: never)."""
 
     name: str = "nothing"
     after: int = 0
     wait: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.name} {self.wait:.3f} s after save {self.after}" if self.after else "the kernel did nothing by itself"
+        return f"{self.name} {self.wait:.3f} s after save {self.after}" if self.after else "nothing was asked of the kernel"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _hear(saver: Server, asked: str, place: str, event: Event) -> tuple[list[int
 
 def replay(kind: str, saver: Server, picker: Picker, scratch: Path, seed: int, most: int = MOST) -> Tally:
     """Cuts until ``most`` distinct images were judged, or RECORDINGS were made. ``disks.isolate`` must have been called before
-    ``saver`` began. In the first recording nothing happens by itself; it tells how long a save takes."""
+    ``saver`` began. In the first recording nothing is asked of the kernel; it tells how long a save takes."""
     rng, tally, spans = random.Random(f"{seed} {picker.peer.name} {kind}"), Tally(), list[float]()
     for _ in range(RECORDINGS):
         after = rng.randrange(1, SAVES)

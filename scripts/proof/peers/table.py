@@ -159,9 +159,11 @@ def keep(row: Row) -> None:
 
 def _over(before: Row, row: Row) -> Row:
     model, last = (row if part in row.dates else before for part in (MODEL, LAST))
-    stand = {mode: tally for mode, tally in before.tallies.items() if mode not in INSIDE or WITHIN not in row.dates}
-    return replace(row, fsyncs=model.fsyncs, tallies=stand | row.tallies, controls=before.controls | row.controls,
-                   real=before.real | row.real, cuts=last.cuts, wrong_cuts=last.wrong_cuts, dates=before.dates | row.dates)
+    again = set(INSIDE) if WITHIN in row.dates else set()
+    tallies = {mode: tally for mode, tally in before.tallies.items() if mode not in again} | row.tallies
+    real = {mode: said for mode, said in before.real.items() if mode not in again} | row.real
+    return replace(row, fsyncs=model.fsyncs, tallies=tallies, controls=before.controls | row.controls, real=real, cuts=last.cuts,
+                   wrong_cuts=last.wrong_cuts, dates=before.dates | row.dates)
 
 
 def kept() -> list[Row]:
@@ -224,7 +226,8 @@ In fairness
 - A peer that never fsyncs has written hardly anything when such a run ends. So in each run but the first of "inside a save" the
   kernel does once, at a random moment (seeded) after the first, second or third acknowledgement, what it may do at any moment:
   write all back (syncfs), or commit the journal, and with it all names, but not the bytes that it still holds back, because
-  another program fsyncs a file of its own (ext4 commits every 5 s by itself). The harness does that, not the peer.
+  another program fsyncs a file of its own (ext4 commits every 5 s by itself, and did in a run of DeepSpeed "one slow"). The
+  harness asks for it, not the peer.
 - The runs end within the kernel's write-back interval (5 to 30 seconds). "Nothing left" means that the last seconds of saves
   are lost in a power cut, not that checkpoints of an hour ago are. In these runs there are no older ones.
 - Not every peer promises durability, and some promise nothing about resuming. torch DCP and torch_checkpointing have no rule:
