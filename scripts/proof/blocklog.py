@@ -1,7 +1,11 @@
 """A disk that logs every block write and every flush: one file, served over FUSE by a process of its own, for a loop device.
+And the disks that a power cut could have left, built from that log.
 
 What dm-log-writes does, in user space and without a module. The kernel's FUSE protocol is spoken directly: a file system that
 is a single regular file needs nine messages of it.
+
+Whatever was written before a flush that was answered is there after a cut. Of what was written after it, any part may be: whole
+writes, or some blocks of a long one.
 """
 
 from __future__ import annotations
@@ -9,9 +13,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import random
 import signal
 import stat
 import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from scripts.proof import disks
@@ -23,9 +30,9 @@ _SILENT = (2, 36, 42)
 _BIG_WRITES, _MAX_PAGES, _DIRECT_IO = 1 << 5, 1 << 22, 1
 _MOST = disks.MIB
 _PR_SET_PDEATHSIG = 1
-_PR_SET_PDEATHSIG = 1
 _RECORD = struct.Struct("<QI")
 _A_FLUSH = (1 << 64) - 1
+BLOCK = 4096
 
 
 class BlockLog:
@@ -123,14 +130,39 @@ class Epoch:
     end: int = 0
 
 
-def read_log(path: str) -> list[Epoch]:
-    """One epoch for every pair of flushes, and the last one, which was never flushed."""
+@contextmanager
+def recorded(kind: str, base: str, folder: str) -> Iterator[tuple[BlockLog, str]]:
+    """A copy of the image ``base``, mounted: (what logs it, where it is mounted)."""
+    served, place = f"{folder}/served.img", f"{folder}/mnt"
+    disks.copy_image(base, served)
+    os.makedirs(place, exist_ok=True)
+    log = BlockLog(served, folder)
+    try:
+        loop = disks.Loop(log.path)
+        try:
+            disks.mount(loop.path, place, kind)
+            try:
+                yield log, place
+            finally:
+                disks.unmount(place)
+        finally:
+            loop.close()
+    finally:
+        log.close()
+    os.unlink(served)
+
+
+def read_log(path: str, size: int = -1) -> list[Epoch]:
+    """One epoch for every pair of flushes, and the last one, which was never flushed. ``size``: how much of the log to read; a
+    record that was just being written at its end is left out."""
     with open(path, "rb") as file:
-        whole = memoryview(file.read())
+        whole = memoryview(file.read(size))
     epochs, at = [Epoch()], 0
-    while at < len(whole):
+    while at + _RECORD.size <= len(whole):
         offset, length = _RECORD.unpack_from(whole, at)
         body = at + _RECORD.size
+        if body + length > len(whole):
+            break
         if offset == _A_FLUSH:
             epochs[-1].end = at
             epochs.append(Epoch())
@@ -139,3 +171,89 @@ def read_log(path: str) -> list[Epoch]:
         at = body + length
     epochs[-1].end = at
     return epochs
+
+
+@dataclass(frozen=True)
+class State:
+    """One disk after a cut: what reached it for certain, and what survived of the rest. ``at``: the latest time of a cut that
+    leaves it, just before the next thing reached the disk."""
+
+    epoch: int
+    issued: int
+    survivors: tuple[Write, ...]
+    at: int
+
+    def __str__(self) -> str:
+        return f"flush {self.epoch}, {len(self.survivors)} pieces of {self.issued} writes after it"
+
+
+def _pieces(write: Write, rng: random.Random) -> Iterator[Write]:
+    """All of a write, or some of its blocks."""
+    if len(write.data) <= BLOCK or rng.random() < 0.7:
+        yield write
+        return
+    for at in range(0, len(write.data), BLOCK):
+        if rng.random() < 0.5:
+            yield Write(write.offset + at, write.data[at:at + BLOCK], write.start)
+
+
+def states(epochs: Sequence[Epoch], rng: random.Random, most: int, since: int = 0) -> list[State]:
+    """Disks to judge, in the order of their flushes: every flush has its turn before one has a second. ``since``: of cuts when
+    the log was that long, or longer."""
+    found, since = list[State](), min(since, epochs[-1].end)
+    later = [number for number, epoch in enumerate(epochs) if epoch.end >= since]
+    while len(found) < most:
+        for number in rng.sample(later, min(len(later), most - len(found))):
+            epoch = epochs[number]
+            starts = [*(write.start for write in epoch.writes), epoch.end]
+            issued = rng.choice([issued for issued, start in enumerate(starts) if start >= since])
+            share = rng.choice((0.0, 0.3, 0.7, 0.9))
+            kept = [piece for write in epoch.writes[:issued] if rng.random() < share for piece in _pieces(write, rng)]
+            found.append(State(number, issued, tuple(kept), starts[issued]))
+    return sorted(found, key=lambda state: (state.epoch, state.issued))
+
+
+class Unmountable(OSError):
+    """The file system itself did not survive."""
+
+
+class Images:
+    """The disks of one recording, flush by flush: ask for states in the order of ``states``."""
+
+    def __init__(self, kind: str, base: str, epochs: Sequence[Epoch], folder: str) -> None:
+        self.kind, self.epochs, self.folder = kind, epochs, folder
+        self._prefix, self._applied = f"{folder}/prefix.img", 0
+        disks.copy_image(base, self._prefix)
+
+    @contextmanager
+    def mounted(self, state: State) -> Iterator[str]:
+        """Where the disk of ``state`` is mounted. Unmountable when it cannot be."""
+        assert state.epoch >= self._applied, "what a later flush made certain is in the image already"
+        while self._applied < state.epoch:
+            _apply(self._prefix, self.epochs[self._applied].writes)
+            self._applied += 1
+        image, place = f"{self.folder}/state.img", f"{self.folder}/mnt"
+        disks.copy_image(self._prefix, image)
+        _apply(image, state.survivors)
+        loop = disks.Loop(image)
+        try:
+            try:
+                disks.mount(loop.path, place, self.kind)
+            except OSError as error:
+                raise Unmountable(error.errno, f"the file system itself did not survive: {error}") from error
+            try:
+                yield place
+            finally:
+                disks.unmount(place)
+        finally:
+            loop.close()
+            os.unlink(image)
+
+
+def _apply(image: str, writes: Iterable[Write]) -> None:
+    fd = os.open(image, os.O_RDWR)
+    try:
+        for write in writes:
+            os.pwrite(fd, write.data, write.offset)
+    finally:
+        os.close(fd)

@@ -50,7 +50,9 @@ class Child:
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._log = log.open("ab")
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env)
+        # Unbuffered: of two lines that come at once the second would hide in a buffer, where select does not see it.
+        self._child = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                                       env=env)
         self._name = name
 
     def __enter__(self: _Child) -> _Child:
@@ -85,11 +87,16 @@ class Child:
             raise RuntimeError(f"{self._name} died before {line}, see {self._log.name}") from None
         return self.hear(limit, f" {line}")
 
+    def quiet(self, seconds: float) -> bool:
+        """Wait that long for it to say something; whether it said nothing."""
+        assert self._child.stdout is not None
+        return not select.select([self._child.stdout], [], [], seconds)[0]
+
     def hear(self, limit: float, asked: str = "") -> dict[str, object]:
         """A line that it says, as an answer or unasked."""
-        assert self._child.stdout is not None
-        if not select.select([self._child.stdout], [], [], limit)[0]:
+        if self.quiet(limit):
             raise RuntimeError(f"{self._name} did not answer{asked} within {limit:.0f} s, see {self._log.name}")
+        assert self._child.stdout is not None
         answer = self._child.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self._name} died{' on' if asked else ''}{asked}, see {self._log.name}")

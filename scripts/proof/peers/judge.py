@@ -110,6 +110,12 @@ class Tally:
     def wrong(self) -> int:
         return sum(self.bad.values())
 
+    def add(self, wrong: str, example: str) -> None:
+        """One state: ``wrong`` as ``verdict`` has it."""
+        if wrong:
+            self.bad[wrong] = self.bad.get(wrong, 0) + 1
+            self.examples.setdefault(wrong, example)
+
 
 @dataclass
 class Judge:
@@ -150,10 +156,8 @@ class Judge:
             tally.states += 1
             if key not in self.known:
                 self.known[key] = self.golden.match(self.picker.pick(shown))
-            wrong = verdict(self.known[key], point.acked)
-            if wrong:
-                tally.bad[wrong] = tally.bad.get(wrong, 0) + 1
-                tally.examples.setdefault(wrong, f"after step {number} {describe(point.step)}, {point.acked} acknowledged")
+            tally.add(verdict(self.known[key], point.acked),
+                      f"after step {number} {describe(point.step)}, {point.acked} acknowledged")
         return tally
 
 

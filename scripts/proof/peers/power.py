@@ -68,7 +68,7 @@ def _cut(peer: Peer, system: str, server: Server, picker: Picker, scratch: Path)
         for name in ("root", "tmp"):
             (folder / "work" / name).mkdir(parents=True)
         _call("sync", "-f", str(folder))
-        asked = {"work": str(folder / "work"), "copies": str(copies), "mount": str(folder)}
+        asked = {"work": str(folder / "work"), "copies": str(copies), "mount": str(folder), "log": ""}
         answer = server.ask(json.dumps(asked), LIMIT)
         if answer["code"]:
             raise RuntimeError(f"its save failed on {system}: {server.complaint()}")
@@ -79,17 +79,23 @@ def _cut(peer: Peer, system: str, server: Server, picker: Picker, scratch: Path)
     _call("cp", "--sparse=always", str(image), str(after))
     with mounted(after, folder, options):
         left = read_tree(folder / "work" / "root")
+    golden = copied(system, picker, copies)
+    newest_save = max(golden.of)
+    path, newest = golden.of[newest_save]
+    files = [name for name, data in newest.items() if data is not None and peer.needs(name)]
+    there = sum(left.get(os.path.normpath(f"{path}/{name}")) == newest[name] for name in files)
+    return verdict(golden.match(picker.pick(left)), newest_save), f"{there} of {len(files)} files of the newest whole"
+
+
+def copied(system: str, picker: Picker, copies: Path) -> Goldens:
+    """What the copies that were made at the acknowledgements are resumed from."""
     golden: dict[int, Content] = {}
     for number, copy in enumerate(sorted(copies.iterdir(), key=lambda path: int(path.name)), 1):
         content = picker.pick(read_tree(copy))
         if content is None:
-            raise RuntimeError(f"{peer.name}: nothing to resume from after save {number} on {system}")
+            raise RuntimeError(f"{picker.peer.name}: nothing to resume from after save {number} on {system}")
         golden[number] = content
-    path, newest = golden[max(golden)]
-    files = [name for name, data in newest.items() if data is not None and peer.needs(name)]
-    there = sum(left.get(os.path.normpath(f"{path}/{name}")) == newest[name] for name in files)
-    found = Goldens(peer, golden).match(picker.pick(left))
-    return verdict(found, max(golden)), f"{there} of {len(files)} files of the newest whole"
+    return Goldens(picker.peer, golden)
 
 
 def _writable(folder: Path) -> bool:

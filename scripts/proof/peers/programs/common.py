@@ -3,8 +3,9 @@
     PROGRAM version          the version of the peer
     PROGRAM run WORK         save SAVES times into WORK/root, temporary files in WORK/tmp; a mark when a save returned
     PROGRAM pick             for each line on stdin, a root: what the peer would resume from, as a line of JSON
-    PROGRAM cuts             for each line on stdin, {"work", "copies", "mount"}: run, with a copy of the root after each
-                             acknowledgement and the file system of "mount" shut down right after the last
+    PROGRAM cuts             for each line on stdin, {"work", "copies", "mount", "log"}: run, with a copy of the root after each
+                             acknowledgement. "mount", if any: this file system is shut down right after the last. "log", if
+                             any: how long this file was at each acknowledgement is said in a line of JSON
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TextIO
 
 SAVES = 4
 LIMIT = 200.0
@@ -39,16 +41,21 @@ class Run:
     world: int = 1
     copies: str = ""
     mount: str = ""
+    log: str = ""
+    out: TextIO | None = None
 
     def ack(self, number: int) -> None:
         """Rank 0 says that the save returned, on every rank."""
         if self.rank:
             return
+        length = os.stat(self.log).st_size if self.log else 0  # before the copy, beside which a thread of the peer may write
         if self.copies:
             with contextlib.suppress(shutil.Error):  # something is deleted beside, by a thread of the peer; the rest is copied
                 shutil.copytree(self.root, f"{self.copies}/{number}", symlinks=True)
         with contextlib.suppress(OSError):
             os.write(MARK, b"ACK %d" % number)
+        if self.log:
+            print(json.dumps({"acknowledged": number, "log": length}), file=self.out, flush=True)
         if self.mount and number == SAVES:
             folder = os.open(self.mount, os.O_RDONLY)
             fcntl.ioctl(folder, SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -71,7 +78,7 @@ def _ranks(session: Callable[[Run], None], run: Run, distributed: bool) -> int:
                 if distributed:
                     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world),
                                       LOCAL_WORLD_SIZE=str(run.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                session(Run(run.root, rank, run.world, run.copies, run.mount))
+                session(replace(run, rank=rank))
                 code = 0
             except BaseException:  # a rank of a fork must end here, whatever it was
                 traceback.print_exc()
@@ -115,7 +122,8 @@ def main(version: str, session: Callable[[Run], None], pick: Pick, world: int = 
         os.dup2(2, 1)
         for line in sys.stdin:
             asked = json.loads(line)
-            run = Run(_start(asked["work"]), world=world, copies=asked["copies"], mount=asked["mount"])
+            run = Run(_start(asked["work"]), world=world, copies=asked["copies"], mount=asked["mount"], log=asked["log"],
+                      out=answers)
             print(json.dumps({"code": _ranks(session, run, distributed)}), file=answers, flush=True)
     else:
         raise SystemExit(__doc__)

@@ -20,3 +20,6 @@ def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     net(torch.randn(4, 16)).square().sum().backward()
     optimizer.step()
+
+
+model()  # the first optimizer imports for a second: here once, instead of in every rank that is forked
