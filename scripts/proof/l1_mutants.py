@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distckpt import durable, ordered
 from distckpt.coordination.rounds import Call
@@ -19,7 +16,7 @@ from distckpt.saving import commit, writer
 from distckpt.saving.committer import Committer
 from distckpt.saving.links import Twins
 from distckpt.saving.piecewriter import PieceWriter
-from distckpt.saving.staging import Copy
+from scripts.proof.loops.mutants import no_fence
 
 
 def _no_data_fsync(rank: int, root: str) -> None:
@@ -122,19 +119,6 @@ def _ack_first(rank: int, root: str) -> None:
         Call.gather = patient  # type: ignore[method-assign]
 
 
-def _no_fence(rank: int, root: str) -> None:
-    """The optimizer steps before its state is copied."""
-    finish, stepped = Copy.finish, threading.Event()
-
-    def late(self: Copy) -> None:
-        stepped.wait(20.0)
-        finish(self)
-
-    Copy.wait = lambda self, gone: None  # type: ignore[method-assign]
-    Copy.finish = late  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(lambda *ignored: stepped.set())
-
-
 def _links_by_name(rank: int, root: str) -> None:
     """What had this name before has its bytes now."""
     real = Twins.link
@@ -167,7 +151,7 @@ def _no_fsync_in_the_writer(rank: int, root: str) -> None:
 
 
 OF_OPTIONS: dict[str, Callable[[int, str], None]] = {
-    "no fence before the optimizer": _no_fence,
+    "no fence before the optimizer": lambda rank, root: no_fence(),
     "links by name": _links_by_name,
     "no fsync of the names of links": _no_fsync_of_links,
     "no fsync in the writer process": _no_fsync_in_the_writer,

@@ -34,12 +34,14 @@ class Stage:
 
     def run(self, world: int, target: Callable[..., Any], *args: Any, limit: float = LIMIT, init: bool = True) -> list[Any]:
         """How ``target(rank, world, *args)`` ended on each rank: ``distckpt.testing.forks.Ended``. AssertionError with the
-        stacks of a rank that did not end within ``limit`` seconds. ``init``: make a gloo process group first."""
+        stacks of a rank that did not end within ``limit`` seconds, and how others failed that it may have waited for. ``init``:
+        make a gloo process group first."""
         assert self._process.stdin is not None and self._process.stdout is not None
         _send(self._process.stdin, (world, target, args, limit, init))
         ends: list[Any] = _receive(self._process.stdout)
-        stuck = [f"rank {rank}: {end}" for rank, end in enumerate(ends) if end.hung]
-        assert not stuck, f"still running after {limit:g} s; the stacks:\n" + "\n".join(stuck)
+        stuck = [rank for rank, end in enumerate(ends) if end.hung]
+        failed = "\n".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not end.ok)
+        assert not stuck, f"ranks {stuck} still ran after {limit:g} s; the stacks, and other ranks that failed:\n{failed}"
         return ends
 
     def values(self, world: int, target: Callable[..., Any], *args: Any, limit: float = LIMIT, init: bool = True) -> list[Any]:

@@ -98,20 +98,25 @@ def _publish_first() -> None:
     module.write_new = write_new
 
 
-def _no_fence() -> None:
-    """A rank's optimizer steps before its state is copied."""
+def no_fence() -> None:
+    """A rank's optimizer steps before its state is copied: the copy waits for the first step after the save's call."""
     import threading
 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from distckpt.saving.staging import Copy
 
-    real, stepped = Copy.finish, threading.Event()
+    begin, real, stepped = Copy.begin, Copy.finish, threading.Event()
+
+    def begun(self: Copy, *args: Any) -> Any:
+        stepped.clear()
+        return begin(self, *args)
 
     def finish(self: Copy) -> None:
         stepped.wait(10.0)
         real(self)
 
+    Copy.begin = begun  # type: ignore[method-assign]
     Copy.wait = lambda self, gone: None  # type: ignore[method-assign]
     Copy.finish = finish  # type: ignore[method-assign]
     register_optimizer_step_post_hook(lambda *ignored: stepped.set())
@@ -140,7 +145,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "makes its way": _makes_its_way,
     "rotate first": _rotate_first,
     "publish first": _publish_first,
-    "no fence": _no_fence,
+    "no fence": no_fence,
     "link without fsync": _link_without_fsync,
 }
 
