@@ -42,44 +42,21 @@ from distckpt.saving.piecewriter import PeerFailed, PieceWriter
 
 log = logging.getLogger(__name__)
 
-_GATHERED = 64 << 10
 
-
-class _Gathered:
-    """``out``, which gets the many small writes of an archive per tensor by the dozen; large ones pass, and are not copied."""
+class _Open:
+    """``out`` as DCP's stream: whose ``out`` is closes it."""
 
     def __init__(self, out: PieceWriter) -> None:
-        self._out, self._small = out, bytearray()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if len(view) + len(self._small) > _GATHERED:
-            self._pass_on()
-        if len(view) > _GATHERED:
-            self._out.write(view)
-        else:
-            self._small += view
-        return len(view)
-
-    def _pass_on(self) -> None:
-        small, self._small = self._small, bytearray()
-        self._out.write(small)
-
-    def tell(self) -> int:
-        return self._out.tell() + len(self._small)
-
-    def flush(self) -> None:
-        """DCP's, behind every tensor: not yet."""
+        self.write, self.tell, self.flush = out.write, out.tell, out.flush
 
     def close(self) -> None:
-        """DCP's, when the file is whole. Whose ``out`` is closes that."""
-        self._pass_on()
+        """DCP's, when the file is whole."""
 
 
 class _Streams(FileSystem):
     """DCP's file system; while ``into`` is set, its files are ours: digested as they are written, paced, synced when closed."""
 
-    into: Callable[[str], _Gathered] | None = None
+    into: Callable[[str], _Open] | None = None
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
         return super().create_stream(path, mode) if self.into is None else nullcontext(self.into(os.path.basename(path)))
@@ -124,16 +101,13 @@ class _Writer(FileSystemWriter):
         own = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
 
         def pour(out: PieceWriter) -> None:
-            gathered = _Gathered(out)
-
-            def into(name: str) -> _Gathered:
+            def into(name: str) -> _Open:
                 assert name == own, f"DCP writes {name}, not {own}"
-                return gathered
+                return _Open(out)
 
             self._streams.into = into
             try:
                 found[:] = super(_Writer, self).write_data(plan, planner).wait()
-                gathered.close()
             finally:
                 self._streams.into = None
 

@@ -353,10 +353,23 @@ def test_an_error_that_the_framework_swallowed_is_raised_when_it_says_that_it_is
     """FIELD_CASES B89: a writer that reports success all the same."""
     mine = rank_files(tmp_path, FaultyFiles(REAL, fail(errno.ENOSPC, at=2, op="write")))
     with pytest.raises(OSError, match="No space left"), mine.writer("a.bin") as out:
-        out.write(b"x" * 100)
+        out.write(b"x" * 100_000)
         with contextlib.suppress(OSError):
-            out.write(b"y" * 100)
-        out.write(b"z" * 100)
+            out.write(b"y" * 100_000)
+        out.write(b"z" * 100_000)
+
+
+def test_small_writes_are_passed_on_by_the_dozen_and_an_error_of_the_last_ones_is_raised_when_the_file_is_closed(
+        tmp_path: Path) -> None:
+    mine = rank_files(tmp_path, faulty := FaultyFiles(REAL))
+    with mine.writer("a.bin") as out:
+        for _ in range(1000):
+            out.write(b"x" * 100)
+        assert out.tell() == 100_000
+    assert sum(operation.op == "write" for operation in faulty.log) == 2
+    full = rank_files(tmp_path, FaultyFiles(REAL, fail(errno.ENOSPC, at=1, op="write")))
+    with pytest.raises(OSError, match="No space left"), full.writer("b.bin") as out:
+        out.write(b"x")
 
 
 def test_an_exact_name_is_the_frameworks_own(tmp_path: Path) -> None:
