@@ -354,13 +354,13 @@ class Files:
 
     @property
     def sees_open(self) -> bool:
-        """Whether ``open_below`` knows anything, and ``start_writeback`` does."""
+        """Whether ``held_open`` knows anything, and ``start_writeback`` does."""
         return pagecache.can_start() and os.path.isdir(pagecache.DESCRIPTORS)
 
-    def open_below(self, directory: str) -> list[str]:
+    def held_open(self, directory: str) -> list[str]:
         """The files below ``directory`` that this process has open, as far as the kernel tells; by their descriptors, so that no
         directory is read and no network asked. For hints only."""
-        return pagecache.open_below(directory)
+        return pagecache.held_open(directory)
 
     def start_writeback(self, path: str) -> None:
         """Ask the kernel to begin writing a file that somebody else writes, or wrote; a hint, and no promise."""

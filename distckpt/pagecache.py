@@ -44,7 +44,7 @@ def give_back(fd: int, offset: int, length: int) -> None:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
-def open_below(directory: str) -> list[str]:
+def held_open(directory: str) -> list[str]:
     top, found = os.path.realpath(directory) + os.sep, set()
     for number in os.listdir(DESCRIPTORS):
         with suppress(OSError):  # closed meanwhile

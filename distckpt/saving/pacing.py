@@ -39,7 +39,7 @@ def paced(files: Files, runtime: Runtime, directory: str, ours: Callable[[str], 
         try:
             while not done.wait(pause):
                 begun = runtime.monotonic()
-                found = files.open_below(directory)
+                found = files.held_open(directory)
                 pause = max(_EVERY, _SHARE * (runtime.monotonic() - begun))
                 for path in found:
                     if not ours(path):

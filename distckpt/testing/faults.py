@@ -347,8 +347,8 @@ class FaultyFiles(Files):
     def sees_open(self) -> bool:
         return self.inner.sees_open
 
-    def open_below(self, directory: str) -> list[str]:
-        return self.inner.open_below(directory)
+    def held_open(self, directory: str) -> list[str]:
+        return self.inner.held_open(directory)
 
     def start_writeback(self, path: str) -> None:
         self._do("start_writeback", path, "", lambda: self.inner.start_writeback(path), None)
