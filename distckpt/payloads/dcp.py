@@ -44,13 +44,14 @@ log = logging.getLogger(__name__)
 
 
 class _Open:
-    """``out`` as DCP's stream: whose ``out`` is closes it."""
+    """``out`` as DCP's stream."""
 
     def __init__(self, out: PieceWriter) -> None:
-        self.write, self.tell, self.flush = out.write, out.tell, out.flush
+        self.write, self.tell = out.write, out.tell
+        self.close = out.flush  # DCP's, when the file is whole; whose ``out`` is closes that
 
-    def close(self) -> None:
-        """DCP's, when the file is whole."""
+    def flush(self) -> None:
+        """DCP's, behind every tensor: not yet."""
 
 
 class _Streams(FileSystem):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import IO, Any, cast
 
@@ -24,6 +25,10 @@ class PieceWriter:
     32 MB behind, so that the fsync at the end finds little left. Their pages are given back then, so that a save does not push
     the training's data out of memory, unless they are to be ``kept`` for who reads the file next. Only small writes are copied,
     and passed on by the dozen: an archive makes five of every tensor.
+
+    What is gathered has not been written, so an error of it may come to a later call than the one that brought it, and bytes of
+    calls that succeeded are missing then. So the first error is the last thing that happens to the file: whatever is called
+    after it raises it again, and nothing more is written (tests/unit/test_rank_files.py).
     """
 
     def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False) -> None:
@@ -34,48 +39,52 @@ class PieceWriter:
         self._started = self._awaited = 0
         self.durable = False
         self._closed = False
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        try:
-            return self._gather(memoryview(data).cast("B"))
-        except (OSError, PeerFailed) as error:
-            self._failed = error
-            raise
-
-    def _gather(self, view: memoryview) -> int:
+        if self._closed:
+            raise OSError(errno.EBADF, "written to after it was closed", self.path)
+        view = memoryview(data).cast("B")
         if len(view) + len(self._small) > _GATHERED:
-            self._pass_on()
+            self.flush()
+        if self._failed is not None:
+            raise self._failed
         if len(view) > _GATHERED:
             self._write(view)
         else:
-            self._small += view
+            self._small += view  # a copy: the caller may use its memory again
         return len(view)
 
-    def _pass_on(self) -> None:
+    def flush(self) -> None:
+        """Everything that was given is in the file then, and in front of what comes; it is durable when the file is closed."""
+        if self._failed is not None:
+            raise self._failed
         small, self._small = self._small, bytearray()
         self._write(memoryview(small))
 
     def _write(self, view: memoryview) -> None:
-        for start in range(0, len(view), PIECE):
-            piece = view[start:start + PIECE]
-            if self._digest is not None:
-                self._digest.update(piece)
-            self._out.write(piece)
-            self.size += len(piece)
-            if self.size - self._started >= PACE:
-                self._out.start_writeback(self._started, self.size - self._started)
-                self._started = self.size
-                behind = self._started - _BEHIND
-                if behind > self._awaited:
-                    self._out.await_writeback(self._awaited, behind - self._awaited)
-                    if not self._kept:
-                        self._out.drop_cache(self._awaited, behind - self._awaited)
-                    self._awaited = behind
-            self._between(self.size)
+        try:
+            for start in range(0, len(view), PIECE):
+                self._piece(view[start:start + PIECE])
+        except BaseException as error:  # a signal's, too: some of these bytes are in the file and some are not
+            self._failed = error
+            raise
 
-    def flush(self) -> None:
-        """Libraries do so behind every tensor. What is written counts when the file is closed, and not before."""
+    def _piece(self, piece: memoryview) -> None:
+        if self._digest is not None:
+            self._digest.update(piece)
+        self._out.write(piece)
+        self.size += len(piece)
+        if self.size - self._started >= PACE:
+            self._out.start_writeback(self._started, self.size - self._started)
+            self._started = self.size
+            behind = self._started - _BEHIND
+            if behind > self._awaited:
+                self._out.await_writeback(self._awaited, behind - self._awaited)
+                if not self._kept:
+                    self._out.drop_cache(self._awaited, behind - self._awaited)
+                self._awaited = behind
+        self._between(self.size)
 
     def tell(self) -> int:
         return self.size + len(self._small)
@@ -99,7 +108,7 @@ class PieceWriter:
             return
         self._closed = True
         try:
-            self._pass_on()
+            self.flush()
             self._out.fsync()
         finally:
             self._out.close()
@@ -107,7 +116,7 @@ class PieceWriter:
 
     def abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._closed, self._small = True, bytearray()
             self._out.close()
 
     def __enter__(self) -> PieceWriter:

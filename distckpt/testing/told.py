@@ -43,6 +43,7 @@ class State:
     def _pour(self, out: PieceWriter) -> None:
         half = len(self.data) // 2
         out.write(self.data[:half])
+        out.flush()  # two operations, so that something can happen between them, as in a file that is not so small
         out.write(self.data[half:])
 
     def tree(self) -> Any:

@@ -14,6 +14,7 @@ def _ack_without_fsync() -> None:
     def close(self: Any) -> None:
         if not self._closed:
             self._closed = True
+            self.flush()
             with suppress(OSError):
                 self._out.fsync()
             self._out.close()
@@ -29,6 +30,7 @@ def _close_unchecked() -> None:
     def close(self: Any) -> None:
         if not self._closed:
             self._closed = True
+            self.flush()
             self._out.fsync()
             with suppress(OSError):
                 self._out.close()
