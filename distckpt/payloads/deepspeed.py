@@ -333,7 +333,7 @@ def _write(writer: Any, state: Any, files: RankFiles, name: str) -> None:
         path = out.path
     else:
         files.stop_if_aborted()
-        path = files.claim(name)
+        path = files.claim_new(name)
         with files.paced():
             writer.save(state, path)
     whole.check(path)

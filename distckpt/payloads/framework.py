@@ -252,7 +252,7 @@ class _Waiting:
                     _through(call, files, name)
                 else:
                     files.stop_if_aborted()
-                    path = files.claim(name)
+                    path = files.claim_new(name)
                     with files.paced():
                         call.into(path)
                     whole.check(path)

@@ -104,6 +104,13 @@ class RankFiles:
         self._top._claims[self._prefix + name].size = size
         return path
 
+    def claim_new(self, name: str) -> str:
+        """As ``claim``, for a framework's writer that has yet to open it: the file is made here, empty. So of two ranks that
+        write one name the second is told that, before it empties what the first writes. Local."""
+        path = self.claim(name)
+        self._files.open(path).close()
+        return path
+
     @property
     def prefix(self) -> str:
         """Where this stands below the checkpoint's own directory: empty, or with a slash at the end."""

@@ -148,6 +148,15 @@ def test_two_writers_of_one_name_never_share_it(tmp_path: Path) -> None:
         files.writer("a.bin")
 
 
+def test_B35_B36_two_frameworks_writers_of_one_name_are_told_before_either_has_written(tmp_path: Path) -> None:
+    """Else the second empties the file under the first, and what is told is whatever that breaks."""
+    path = rank_files(tmp_path, rank=0).claim_new("model/states.pt")
+    assert Path(path).read_bytes() == b""
+    with pytest.raises(FileExistsError) as told:
+        rank_files(tmp_path, rank=1).claim_new("model/states.pt")
+    assert told.value.filename == path
+
+
 def test_parents_are_made_below_the_attempt_and_the_attempt_itself_never(tmp_path: Path) -> None:
     """S5, S21: a writer that comes late finds its attempt gone and gets ENOENT."""
     gone = rank_files(tmp_path / "attempt" / "step-1")
