@@ -264,6 +264,7 @@ class RankProgram:
             with files.writer("sub/deep/b.bin") as piece:
                 data = _raw(number, rank, "sub/deep/b.bin", self.size)
                 piece.write(data[:self.size // 2])
+                piece.flush()
                 piece.write(data[self.size // 2:])
             if files.writes("vocab.txt"):
                 with open(files.shared("vocab.txt"), "wb") as out:

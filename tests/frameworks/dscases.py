@@ -225,6 +225,7 @@ def failures(rank: int, world: int, root: str, background: bool, zero: int) -> d
 
     def swallows(self: Any, state_dict: Any, path: Any) -> None:
         path.write(b"half")
+        path.flush()
         try:
             raise_on_write(path)
         except OSError:
@@ -233,6 +234,7 @@ def failures(rank: int, world: int, root: str, background: bool, zero: int) -> d
     def raise_on_write(path: Any) -> None:
         with patched(path._out, "write", lambda piece: _full()):
             path.write(b"the other half")
+            path.flush()
 
     def nothing(self: Any, state_dict: Any, path: Any) -> None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -356,29 +355,6 @@ def test_a_written_file_that_lost_bytes_on_disk_is_noticed(tmp_path: Path) -> No
     os.truncate(mine._top._directory + "/a.rank-00001-of-00004.bin", 50)
     with pytest.raises(OSError, match="100 bytes were written and 50 are on disk"):
         mine.finish()
-
-
-def test_an_error_that_the_framework_swallowed_is_raised_when_it_says_that_it_is_done(tmp_path: Path) -> None:
-    """FIELD_CASES B89: a writer that reports success all the same."""
-    mine = rank_files(tmp_path, FaultyFiles(REAL, fail(errno.ENOSPC, at=2, op="write")))
-    with pytest.raises(OSError, match="No space left"), mine.writer("a.bin") as out:
-        out.write(b"x" * 100_000)
-        with contextlib.suppress(OSError):
-            out.write(b"y" * 100_000)
-        out.write(b"z" * 100_000)
-
-
-def test_small_writes_are_passed_on_by_the_dozen_and_an_error_of_the_last_ones_is_raised_when_the_file_is_closed(
-        tmp_path: Path) -> None:
-    mine = rank_files(tmp_path, faulty := FaultyFiles(REAL))
-    with mine.writer("a.bin") as out:
-        for _ in range(1000):
-            out.write(b"x" * 100)
-        assert out.tell() == 100_000
-    assert sum(operation.op == "write" for operation in faulty.log) == 2
-    full = rank_files(tmp_path, FaultyFiles(REAL, fail(errno.ENOSPC, at=1, op="write")))
-    with pytest.raises(OSError, match="No space left"), full.writer("b.bin") as out:
-        out.write(b"x")
 
 
 def test_an_exact_name_is_the_frameworks_own(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ class Program:
         return frozenset() if best is None else frozenset({best})
 
 
+WIDE = 20_000
+"""Numbers in a tensor. A smaller one is gathered into one write with its archive, and nothing could strike inside its file."""
 _THREE = ((1, 1, "error"), (2, 2, "error"), (3, 3, "error"))
 
 PROGRAMS = {program.name: program for program in (
@@ -90,7 +92,7 @@ class State:
 
     def __init__(self, program: Program, place: Place, value: int) -> None:
         self._kind, self._place = program.payload, place
-        self.weights = torch.zeros(64)
+        self.weights = torch.zeros(WIDE)
         self.progress = {"value": 0, "seen": [0]}
         if self._kind == "dcp":
             from torch.distributed.device_mesh import init_device_mesh
@@ -106,13 +108,13 @@ class State:
 
     def step(self) -> None:
         """The optimizer's, which waits until what it changes is copied."""
-        self.weights.grad = torch.ones(64)
+        self.weights.grad = torch.ones(WIDE)
         self.optimizer.step()
 
     def become(self, value: int) -> None:
         """As a training step does: in place."""
         generator = torch.Generator().manual_seed(value * 100 + self._place.rank)
-        self.weights.detach().copy_(torch.rand(64, generator=generator) if value else torch.zeros(64))
+        self.weights.detach().copy_(torch.rand(WIDE, generator=generator) if value else torch.zeros(WIDE))
         if self._kind == "trained":
             self.optimizer.state[self.weights]["momentum_buffer"].copy_(2 * self.weights.detach())
         self.progress.update(value=value, seen=[value, self._place.rank])
@@ -131,7 +133,7 @@ class State:
     def differs(self, program: Program, value: int) -> bool:
         other = State.__new__(State)
         other._kind, other._place = "", self._place
-        other.weights, other.progress = torch.zeros(64), {}
+        other.weights, other.progress = torch.zeros(WIDE), {}
         other.become(value)
         same = torch.equal(self.weights.detach(), other.weights)
         if self._kind == "trained":
