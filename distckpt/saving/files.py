@@ -286,9 +286,11 @@ class RankFiles:
     # -- for the transaction -------------------------------------------------------------------------------------
 
     def written_bytes(self) -> int:
-        """Bytes on disk of what this rank claimed; any thread may ask."""
+        """Bytes on disk of what this rank claimed, or gathered for it; any thread may ask."""
         total = self._top.elsewhere
-        for relative in list(self._top._claims):
+        for relative, claim in list(self._top._claims.items()):
+            if isinstance(claim.writer, PieceWriter):
+                total += claim.writer.gathered  # a slow payload's few bytes are its progress as well
             try:
                 total += self._files.stat(os.path.join(self._directory, relative)).size
             except OSError:

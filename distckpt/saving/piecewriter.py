@@ -87,7 +87,12 @@ class PieceWriter:
         self._between(self.size)
 
     def tell(self) -> int:
-        return self.size + len(self._small)
+        return self.size + self.gathered
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that are not in the file yet. Any thread may ask."""
+        return len(self._small)
 
     def writable(self) -> bool:
         return True

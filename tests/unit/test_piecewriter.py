@@ -122,6 +122,18 @@ def test_an_error_of_what_was_gathered_is_raised_by_the_write_the_flush_or_the_c
             mine.finish()
 
 
+def test_what_is_gathered_counts_as_progress(tmp_path: Path) -> None:
+    """Of a rank that comes by a line a minute: ``Timeouts.progress`` counts from its last new bytes."""
+    mine = rank_files(tmp_path, FaultyFiles(REAL))
+    with mine.writer("a.bin") as out:
+        for lines in range(1, 4):
+            out.write(b"a line\n")
+            assert mine.written_bytes() == 7 * lines
+        out.flush()
+        assert mine.written_bytes() == 21
+    assert mine.written_bytes() == 21
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), PeerFailed(), KeyboardInterrupt(), MemoryError()])
 def test_the_first_error_is_the_last_thing_that_happens_to_a_file(error: BaseException, tmp_path: Path) -> None:
     """Bytes of a call that succeeded are missing then: a caller who tries again, or goes on, must not get a file that passes."""
