@@ -26,3 +26,17 @@ def test_what_a_failed_write_left_does_not_stand_in_the_next(tmp_path: Path) -> 
     status.note("a" * 16, "committed", error="")
     found = json.loads(Path(layout.home("status.json")).read_text())
     assert [a["state"] for a in found["attempts"]] == ["committed"] and found["failures_in_a_row"] == 0 and not left.exists()
+
+
+def test_a_record_that_could_not_be_written_leaves_nothing_and_is_written_again(tmp_path: Path) -> None:
+    """On a full disk what it takes is given back at once, with what the attempt took."""
+    layout = Layout(str(tmp_path))
+    left = Path(layout.staging(1, "status.tmp"))
+    left.parent.mkdir(parents=True)
+    files = FaultyFiles()
+    files.faults = [fail(errno.ENOSPC, op="rename")]
+    status = Status(files, layout, 1, SYSTEM)
+    status.note("a" * 16, "failed")
+    assert files.fired and not left.exists() and not Path(layout.home("status.json")).exists()
+    status.again()
+    assert json.loads(Path(layout.home("status.json")).read_text())["failures_in_a_row"] == 1
