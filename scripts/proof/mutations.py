@@ -28,7 +28,7 @@ FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "sa
          "adopt.py", "start.py", "checkpoint.py", "ending.py", "coordination/pulse.py", "coordination/listener.py", "requests.py",
          "resume.py", "behind.py", "status.py", "manager.py", "cli/export.py", "cli/verify.py", "cli/prune.py", "cli/claim.py",
          "integrations/lightning.py", "saving/staging.py", "saving/terms.py", "saving/writer.py",
-         "payloads/inplace.py", "payloads/safefile.py",
+         "payloads/inplace.py", "payloads/safefile.py", "payloads/dcpplan.py", "pagecache.py",
          *(file for file in GUARDED if file not in ("durable.py", "ordered.py", "removal.py")))
 
 LEFT_OUT = {
@@ -140,6 +140,11 @@ PICKED = (
     Picked("removal.py", "with files.folder(root, os.path.relpath(place, root)):", "if True:"),
     Picked("durable.py", "_require_regular(fd, os.path.join(top, below))", "pass"),
     Picked("durable.py", "_require_regular(fd, path)\n            parts", "parts"),
+    Picked("pagecache.py", "raise OSError(number, os.strerror(number), path)", "pass"),
+    Picked("payloads/dcpplan.py", "and before.local == self._local", ""),
+    Picked("payloads/dcpplan.py", " or plan.number != before.number", ""),
+    Picked("payloads/dcpplan.py", "(before is None or not before.plans or plan.number != before.number)", "False"),
+    Picked("payloads/dcpplan.py", "planner = Planner(kept.pop((Planner, name), None))", "planner = Planner(kept.get((Planner, name)))"),
     Picked("payloads/dcpread.py", "torch.load(value, weights_only=True)", "torch.load(value, weights_only=False)"),
 )
 
