@@ -144,7 +144,8 @@ PICKED = (
     Picked("payloads/dcpplan.py", "and before.local == self._local", ""),
     Picked("payloads/dcpplan.py", " or plan.number != before.number", ""),
     Picked("payloads/dcpplan.py", "(before is None or not before.plans or plan.number != before.number)", "False"),
-    Picked("payloads/dcpplan.py", "planner = Planner(kept.pop((Planner, name), None))", "planner = Planner(kept.get((Planner, name)))"),
+    Picked("payloads/dcpplan.py", "planner = Planner(kept.pop((Planner, name), None))",
+           "planner = Planner(kept.get((Planner, name)))"),
     Picked("payloads/dcpread.py", "torch.load(value, weights_only=True)", "torch.load(value, weights_only=False)"),
 )
 
