@@ -486,6 +486,9 @@ def test_only_bounded_json_objects_travel(monkeypatch: pytest.MonkeyPatch) -> No
     client = Threads(1).source()
     client.set("a", {"x": [1, "ü", None]})
     assert client.get(["a"]) == [{"x": [1, "ü", None]}]
+    for text in (b'{}{"x":1}', b"{},{}", b"{}\n", b" {}", b"", b"{", b'"\xff"', b"[" * 100_000):
+        with pytest.raises(CoordinationError, match="a report is not JSON"):
+            store.decode(text)
     monkeypatch.setattr(store, "VALUE_LIMIT", 50)
     with pytest.raises(CoordinationError, match="over the control plane's limit"):
         client.set("b", {"x": "y" * 60})
