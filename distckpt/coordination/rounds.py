@@ -198,8 +198,7 @@ class Call:
             refused = {rank: report["refused"] for rank, report in reports.items() if "refused" in report}
             if refused:
                 raise self._refused(refused)
-            with held_off(len(reports)):
-                verdict = decide(reports)
+            verdict = decide(reports)
         except DistckptError as error:
             self._announce(verdict_key, {"error": to_wire(error)})
             if watch is not None and watch.absent():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from distckpt.coordination import collector, pulse, rounds, store
 from distckpt.coordination import group as coordination_group
-from distckpt.coordination import pulse, rounds, store
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, describe
@@ -312,6 +313,23 @@ def test_S19_the_store_is_flat_over_ten_thousand_rounds() -> None:
     assert quiet == before, keys  # the beat of each rank, and the last call's own: two reports, one verdict
     assert max(tenth, end) <= before + 2, keys  # while the other thread may be a call ahead
     assert marks[1] - marks[0] <= 2 << 20, f"RSS grew by {(marks[1] - marks[0]) / 1e6:.1f} MB"
+
+
+def test_the_collector_is_off_while_very_many_reports_are_decoded_and_on_while_rank_0_decides(monkeypatch: pytest.MonkeyPatch,
+                                                                                              ) -> None:
+    """What is decided may wait, for the last save's rotation or for room, while the training goes on and makes garbage."""
+    groups = Groups(1)
+    decoded, decided, decode = [], [], store.decode
+    monkeypatch.setattr(collector, "_MANY", 1)
+    monkeypatch.setattr(store, "decode", lambda data: (decoded.append(gc.isenabled()), decode(data))[1])
+
+    def decide(reports: Any) -> Any:
+        decided.append(gc.isenabled())
+        return {}
+
+    values(groups.each(lambda g: collect(g, decide=decide)))
+    assert decided == [True] and False in decoded and gc.isenabled()
+    groups.close()
 
 
 def test_rank_0_missing_is_named_at_the_deadline_and_decides_nothing_when_it_comes_late() -> None:
