@@ -18,7 +18,7 @@ import stat as _stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from distckpt import beneath, pagecache
 from distckpt.beneath import CLOEXEC, DIRECTORY, LOOKING, NOFOLLOW, READING, UNSUPPORTED, kind_of, load_libc, named
@@ -41,8 +41,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):  # as ``Item`` is
     """``links``: how many names it has."""
 
     kind: str

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from distckpt.errors import ConfigError, MarkerError
 from distckpt.layout import ATTEMPT, member_path_problem, name_problem, run_problem
@@ -39,9 +39,9 @@ _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of a checkpoint. ``digest`` is "xxh3-128:<hex>" or None; ``rank`` is who wrote and fsynced it."""
+class FileEntry(NamedTuple):
+    """One file of a checkpoint. ``digest`` is "xxh3-128:<hex>" or None; ``rank`` is who wrote and fsynced it. A tuple in the
+    order of the manifest, which is made of them as they are: rank 0 has one for every file of all ranks."""
 
     path: str
     size: int
@@ -169,7 +169,7 @@ def build(marker: Marker, key: bytes | None = None) -> bytes:
         "metrics": {name: _number_out(value) for name, value in marker.metrics.items()},
         "meta": dict(marker.meta), "payload": dict(marker.payload),
         **({"domains": [[host, list(ranks)] for host, ranks in marker.domains]} if marker.domains else {}),
-        "files": [[f.path, f.size, f.digest, f.rank] for f in marker.files],
+        "files": marker.files,
     })
     data = _START + first + _BODY + second
     if key is not None:

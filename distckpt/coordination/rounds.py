@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -88,10 +88,21 @@ class Call:
 
     def key(self, *parts: object, by: int = 0) -> str:
         """A key of this call that rank ``by`` writes, and will delete."""
-        key = "/".join(["call", str(self.number), *map(str, parts)])
+        key = self._key(parts)
         if by == self.rounds.rank:
             self.rounds.used(key)
         return key
+
+    def keys(self, who: Iterable[int], *parts: object) -> dict[int, str]:
+        """A key of this call for each rank of ``who``, which it writes, and will delete."""
+        stem = self._key(parts)  # once: rank 0 has one to make for every rank
+        keys = {rank: f"{stem}/{rank}" for rank in who}
+        if self.rounds.rank in keys:
+            self.rounds.used(keys[self.rounds.rank])
+        return keys
+
+    def _key(self, parts: Iterable[object]) -> str:
+        return "/".join(["call", str(self.number), *map(str, parts)])
 
     @property
     def what(self) -> str:
@@ -107,7 +118,7 @@ class Call:
         rounds = self.rounds
         self._turn += 1
         who = range(rounds.world) if rounds.rank == 0 else (0, rounds.rank)
-        keys = {rank: self.key(self._turn, "report", rank, by=rank) for rank in who}
+        keys = self.keys(who, self._turn, "report")
         verdict_key = self.key(self._turn, "verdict")
         rounds.client.claim(keys[rounds.rank], {**report, "op": self.op})
         if rounds.rank == 0:
@@ -187,8 +198,7 @@ class Call:
             refused = {rank: report["refused"] for rank, report in reports.items() if "refused" in report}
             if refused:
                 raise self._refused(refused)
-            with held_off(len(reports)):
-                verdict = decide(reports)
+            verdict = decide(reports)
         except DistckptError as error:
             self._announce(verdict_key, {"error": to_wire(error)})
             if watch is not None and watch.absent():
@@ -286,7 +296,7 @@ def require_same(reports: dict[int, Report], names: dict[str, str], what: str) -
     """RankDisagreement unless all ``reports`` agree on every field of ``names`` (field: how people call it)."""
     for field, label in names.items():
         said = [report.get(field) for report in reports.values()]
-        if any(value != said[0] for value in said):
+        if said.count(said[0]) != len(said):
             values = {rank: report.get(field) for rank, report in reports.items()}
             raise RankDisagreement(f"{what}: ranks disagree on {label}: {by_value(values)}; every rank must pass the same",
                                    values=values)

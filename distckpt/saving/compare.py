@@ -49,19 +49,20 @@ def _one_look(files: Files, staged: str, owner: Mapping[str, FileEntry], hosts: 
         for path, item in walk(files, staged):
             if item.kind == "dir":
                 continue
-            rank = owner[path].rank if path in owner else by
+            acked = owner.get(path)
+            rank = by if acked is None else acked.rank
             if item.kind != "file":
                 return [], (rank, f"{path!r} is a {item.kind}, not a regular file"), True
             problem = "it is the marker's name" if path == MARKER else member_path_problem(path)
             if problem:
                 return [], (rank, f"a writer left a file {path!r}, which cannot stand in a checkpoint: {problem}"), True
             sizes[path] = files.stat(f"{staged}/{path}").size
-            if path in owner and sizes[path] != owner[path].size:
+            if acked is None:
+                unclaimed.append(path)
+            elif sizes[path] != acked.size:
                 # to open it makes this host ask for its size, where it remembers one (scripts.proof.l4, "stale")
                 files.read(f"{staged}/{path}", 0)
                 sizes[path] = files.stat(f"{staged}/{path}").size
-            if path not in owner:
-                unclaimed.append(path)
     except OSError as error:
         if error.errno not in PASSING:
             raise

@@ -92,6 +92,6 @@ def _name(hook: Hook) -> str:
 
 def journal_failures(journal: Callable[..., None], reports: dict[int, dict[str, Any]]) -> None:
     """Rank 0's: what other ranks' hooks failed with since the last report."""
-    for _, report in sorted(reports.items()):
-        for told in report.get("hooks_failed", ()):
+    for rank in sorted(reports):
+        for told in reports[rank].get("hooks_failed", ()):
             journal("hook_failed", **told)

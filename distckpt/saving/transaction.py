@@ -196,7 +196,7 @@ class Transaction:
                 return self._await_outcome(go, outcome_key)
             with self._parts.ending():
                 return self._parts.carry_out(self._await_outcome(go, outcome_key))
-        keys = {rank: self._call.key(go.attempt, "ack", rank, by=rank) for rank in range(self._group.world)}
+        keys = self._call.keys(range(self._group.world), go.attempt, "ack")
         reports, watch = self._call.gather(keys, self._progress, progress=True, abort=self._decision)
         return self._lead(go, reports, watch, outcome_key)
 

@@ -49,7 +49,7 @@ class Unclaimed:
         RankTimeout when a host's first rank does not answer. Each host also tells of what it sees and rank 0 did not.
         """
         client = self._group.rounds.client
-        keys = {rank: self._call.key(self._attempt, "synced", rank, by=rank) for rank in self._group.leaders}
+        keys = self._call.keys(self._group.leaders, self._attempt, "synced")
         known = [e.path for entries in acked.values() for e in entries] if self.shown_late else None
         client.set(self._call.key(self._attempt, "unclaimed"), {"files": unclaimed, "known": known})
         client.claim(keys[0], self._here(unclaimed, 0, known))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +239,7 @@ def test_S20_a_file_that_two_hosts_measure_differently_ends_the_attempt(root: Pa
 
         def stat(self, path: str) -> Stat:
             seen = super().stat(path)
-            return replace(seen, size=seen.size - 1) if path.endswith("a.bin") else seen
+            return seen._replace(size=seen.size - 1) if path.endswith("a.bin") else seen
 
     job = Job(root, 4, files={2: Behind()}, hosts=HOSTS)
 

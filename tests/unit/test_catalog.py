@@ -34,7 +34,7 @@ def test_a_file_that_another_client_removed_while_it_was_open_is_missing_and_one
 
 def test_a_digest_that_this_version_does_not_know_proves_nothing(disk: CrashFiles) -> None:
     entry = make_checkpoint(disk, 1, payload={"model.pt": b"weights"}).files[0]
-    found = check_file(disk, LAYOUT.final("step-1"), replace(entry, digest="blake9:00"), digest=True)
+    found = check_file(disk, LAYOUT.final("step-1"), entry._replace(digest="blake9:00"), digest=True)
     assert found is not None and not found.certain and "'blake9', which this version does not know" in found.what
 
 

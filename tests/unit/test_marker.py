@@ -45,6 +45,7 @@ def test_a_marker_reads_back_as_it_was_built() -> None:
     data = marker.build(whole())
     assert marker.parse(data) == whole() and marker.parse_head(data) == whole().head
     assert data.count(b"\n") == 3 and json.loads(data)["seal"] == marker.seal_of(data)
+    assert json.loads(data)["body"]["files"] == [[e.path, e.size, e.digest, e.rank] for e in whole().files]
 
 
 def test_a_metric_that_is_not_a_number_survives() -> None:

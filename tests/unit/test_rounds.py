@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from distckpt.coordination import collector, pulse, rounds, store
 from distckpt.coordination import group as coordination_group
-from distckpt.coordination import pulse, rounds, store
 from distckpt.coordination.bootstrap import Bootstrap
 from distckpt.coordination.group import Group
 from distckpt.coordination.pulse import Watch, describe
@@ -314,6 +315,23 @@ def test_S19_the_store_is_flat_over_ten_thousand_rounds() -> None:
     assert marks[1] - marks[0] <= 2 << 20, f"RSS grew by {(marks[1] - marks[0]) / 1e6:.1f} MB"
 
 
+def test_the_collector_is_off_while_very_many_reports_are_decoded_and_on_while_rank_0_decides(monkeypatch: pytest.MonkeyPatch,
+                                                                                              ) -> None:
+    """What is decided may wait, for the last save's rotation or for room, while the training goes on and makes garbage."""
+    groups = Groups(1)
+    decoded, decided, decode = [], [], store.decode
+    monkeypatch.setattr(collector, "_MANY", 1)
+    monkeypatch.setattr(store, "decode", lambda data: (decoded.append(gc.isenabled()), decode(data))[1])
+
+    def decide(reports: Any) -> Any:
+        decided.append(gc.isenabled())
+        return {}
+
+    values(groups.each(lambda g: collect(g, decide=decide)))
+    assert decided == [True] and False in decoded and gc.isenabled()
+    groups.close()
+
+
 def test_rank_0_missing_is_named_at_the_deadline_and_decides_nothing_when_it_comes_late() -> None:
     groups = Groups(3)
     begun = time.monotonic()
@@ -486,6 +504,9 @@ def test_only_bounded_json_objects_travel(monkeypatch: pytest.MonkeyPatch) -> No
     client = Threads(1).source()
     client.set("a", {"x": [1, "ü", None]})
     assert client.get(["a"]) == [{"x": [1, "ü", None]}]
+    for text in (b'{}{"x":1}', b"{},{}", b"{}\n", b" {}", b"", b"{", b'"\xff"', b"[" * 100_000):
+        with pytest.raises(CoordinationError, match="a report is not JSON"):
+            store.decode(text)
     monkeypatch.setattr(store, "VALUE_LIMIT", 50)
     with pytest.raises(CoordinationError, match="over the control plane's limit"):
         client.set("b", {"x": "y" * 60})
