@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from distckpt.coordination.collector import held_off
 from distckpt.coordination.listener import Caller
 from distckpt.coordination.pulse import Pulse, Watch, beat_key, describe
 from distckpt.coordination.store import Client
@@ -151,8 +150,7 @@ class Call:
                     raise CoordinationError(f"{self.what}: the manager was closed while it waited")
         finally:
             rounds.pulse.watch(None)
-        with held_off(len(keys)):
-            found = rounds.client.get(list(keys.values()))
+        found = rounds.client.get(list(keys.values()))
         reports = {rank: value for rank, value in zip(keys, found, strict=True) if not value.get("filled")}
         self._complete = self._complete or len(reports) == len(keys)
         return reports, watch

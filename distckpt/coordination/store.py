@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from distckpt.coordination import marks
+from distckpt.coordination.collector import held_off
 from distckpt.errors import CoordinationError, CoordinatorLost
 from distckpt.runtime import Runtime
 
@@ -114,7 +115,8 @@ class Client:
         """The values of keys that are known to exist."""
         with self._asking():
             found = self._raw.multi_get([self._prefix + key for key in keys])
-        return [decode(data) for data in found]
+        with held_off(len(keys)):
+            return [decode(data) for data in found]
 
     def has(self, key: str) -> bool:
         with self._asking():

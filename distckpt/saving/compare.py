@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from distckpt.coordination.collector import held_off
 from distckpt.durable import Files
 from distckpt.layout import MARKER, member_path_problem
 from distckpt.marker import FileEntry
@@ -32,8 +31,7 @@ def compare(files: Files, staged: str, acked: Mapping[int, list[FileEntry]], hos
                 return [], (rank, both_wrote(entry.path, owner[entry.path].rank, rank))
             owner[entry.path] = entry
     for _ in patience.looks():
-        with held_off(len(acked)):
-            unclaimed, complaint, final = _one_look(files, staged, owner, hosts, by, empty)
+        unclaimed, complaint, final = _one_look(files, staged, owner, hosts, by, empty)
         if final:
             return unclaimed, complaint
     if complaint is not None and patience.seconds:
