@@ -231,17 +231,16 @@ def read(name: str, path: str, rank: int, port: int) -> str:
 
 
 def main(out: str, *wanted: str) -> None:
-    import socket
     from importlib import import_module
+
+    from tests.harness import free_port
 
     for module in ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "deepspeed",
                    "deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo"):
         import_module(module)
     torch.set_num_threads(1)
     for name, _, path in (one.partition("=") for one in wanted):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         pids = []
         for rank in range(WORLD):
             pids.append(os.fork())
