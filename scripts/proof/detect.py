@@ -54,6 +54,8 @@ def _l0() -> list[str]:
         yield from sweep("replacing-nfs", 2, ("power", "fail"), 11)
         yield from sweep("replacing", 2, ("power",), 11)
         yield from sweep("framework", 2, ("power", "kill"), 13)
+        yield from sweep("options", 2, ("power", "kill"), 17)
+        yield from sweep("best", 2, ("power", "fail"), 17)
         yield from (Case(name, seed=seed) for name in ("stopping", "skipping", "leaving") for seed in range(40))
         yield from (seeded(number) for number in range(100, 300))
 
