@@ -62,7 +62,7 @@ _OWN: dict[str, str] = {
     "pagecache.py": "rank_files crash/lost_writeback",
     "ending.py": "pace afterwards gate threads rotation ranks/leaving ranks/background_failures",
     "coordination/pulse.py": "rounds ranks/failures ranks/missing ranks/decision",
-    "coordination/listener.py": "rounds gate ranks/failures ranks/leaving ranks/one_step",
+    "coordination/listener.py": "listener rounds gate ranks/failures ranks/leaving ranks/one_step",
     "requests.py": "cli_request ranks/triggers",
     "resume.py": "start order selection ranks/disagreement ranks/resume",
     "behind.py": "staging writer background ranks/background_failures ranks/one_step",
