@@ -67,7 +67,7 @@ _OWN: dict[str, str] = {
     "resume.py": "start order selection ranks/disagreement ranks/resume",
     "behind.py": "staging writer background ranks/background_failures ranks/one_step",
     "status.py": "status afterwards threads ranks/background_failures",
-    "manager.py": "begin background rotation ranks/background_failures",
+    "manager.py": "afterwards begin background rotation ranks/background_failures",
     "cli/export.py": "links frameworks/export",
     "cli/verify.py": "cli_verify",
     "cli/prune.py": "cli_change",
