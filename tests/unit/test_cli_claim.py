@@ -11,10 +11,11 @@ from distckpt import leases
 from distckpt.cli import claim
 from distckpt.cli.output import Output
 from distckpt.durable import REAL
+from distckpt.errors import RootInUse
 from distckpt.layout import Layout
 from distckpt.owned import OwnedRoot
 from distckpt.runtime import SYSTEM
-from distckpt.testing.clock import VirtualRuntime
+from distckpt.testing.clock import VirtualClock, VirtualRuntime
 from tests.support import Command, attempt_id, crash_disk, make_checkpoint, open_owned, record_root
 
 
@@ -68,3 +69,15 @@ def test_it_gives_up_on_what_does_not_go() -> None:
     runtime.run("janitor", waits=0)  # it knows nothing of the victim, so that nobody deletes it
     assert claim.drain(root, Output()) == [victim]
     assert 200 <= runtime.slept <= 220
+
+
+def test_what_was_claimed_for_a_command_is_free_behind_it() -> None:
+    """For another process that starts while this one, which may be a program of somebody's, still lives."""
+    disk, clock = crash_disk(), VirtualClock()
+    layout = open_owned(disk, VirtualRuntime(clock, pid=99)).layout
+    clock.living.clear()
+    with claim.claimed(disk, layout, VirtualRuntime(clock, pid=100), Output()) as owned:
+        assert owned.generation == 2
+        with pytest.raises(RootInUse):
+            open_owned(disk, VirtualRuntime(clock, pid=101))
+    assert open_owned(disk, VirtualRuntime(clock, pid=102)).generation == 3

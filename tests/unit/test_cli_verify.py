@@ -75,6 +75,22 @@ def test_verify_clears_a_rejection_only_when_every_byte_is_right(command: Comman
     assert "is cleared" in command("verify", root.final("step-200"), "--digest").out
 
 
+def test_a_rejection_that_is_cleared_does_not_come_back_after_a_power_cut(command: Command, root: Layout,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(root.root, 100, 1)
+    reject(root, attempt_id(1), "a flaky disk")
+    there: list[bool] = []
+    real = Files.fsync_dir
+
+    def fsync_dir(self: Files, path: str) -> None:
+        real(self, path)
+        if path == root.home("rejected"):
+            there.append(os.path.exists(root.rejected(attempt_id(1))))
+
+    monkeypatch.setattr(Files, "fsync_dir", fsync_dir)
+    assert "is cleared" in command("verify", root.root, "--digest").out and there == [False]
+
+
 def test_what_a_live_run_rotates_away_meanwhile_is_no_damage(command: Command, root: Layout,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(root.root, 100, 1)

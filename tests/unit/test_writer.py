@@ -117,6 +117,26 @@ def test_one_that_died_between_saves_is_replaced(tmp_path: Path) -> None:
         assert manager._behind.writer.pid != pid  # type: ignore[union-attr]
 
 
+def test_what_belongs_to_a_child_goes_with_it() -> None:
+    """Its channel is closed when it is replaced, when its death is told, and at the end, which is how it hears of that."""
+    writer = writing.WriterProcess(Arena())
+
+    def started() -> tuple[Any, Any]:
+        writer.start()
+        return writer._child, writer._channel
+
+    first, channel = started()
+    first.kill()
+    first.wait(10)
+    second, other = started()
+    assert channel.closed and second is not first
+    second.kill()
+    assert "was ended by SIGKILL" in str(writer._death()) and other.closed and writer.pid is None
+    third, last = started()
+    writer.close(60.0)
+    assert third.returncode == 0 and last.closed and writer.pid is None
+
+
 def test_its_exit_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_CHILD", "import sys; sys.exit(3) # {path} {channel}")
     with manager_of(tmp_path / "root") as manager:
