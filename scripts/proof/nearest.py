@@ -60,7 +60,7 @@ _OWN: dict[str, str] = {
     "payloads/safefile.py": "inplace",
     "payloads/dcpplan.py": "dcpplan ranks/dcp_plans",
     "pagecache.py": "rank_files crash/lost_writeback",
-    "ending.py": "pace afterwards gate threads rotation ranks/leaving ranks/background_failures",
+    "ending.py": "pace afterwards gate threads writer rotation ranks/leaving ranks/bootstraps ranks/background_failures",
     "coordination/pulse.py": "rounds ranks/failures ranks/missing ranks/decision",
     "coordination/listener.py": "listener rounds gate ranks/failures ranks/leaving ranks/one_step",
     "requests.py": "cli_request ranks/triggers",

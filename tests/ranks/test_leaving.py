@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import free_port
+from distckpt.coordination.pulse import bye_key
+from distckpt.testing.faults import FaultyFiles, call
+from tests.harness import free_port, values
+from tests.inprocess import Job, write
 
 PROGRAM = """
 import os, signal, sys
@@ -63,3 +66,13 @@ def test_the_others_end_with_the_loss_of_a_killed_rank(tmp_path: Path) -> None:
     for code, text in (ended[0], ended[2]):
         assert code == 1, text
         assert "distckpt.errors.RankLost: save of step 1: rank 1" in text, text
+
+
+def test_the_root_is_free_for_the_next_job_when_any_rank_has_left(tmp_path: Path) -> None:
+    """Rank 0 gives it back before it says goodbye, which is what the others wait for."""
+    said: list[bool] = []
+    files = FaultyFiles()
+    job = Job(tmp_path / "root", files={0: files})
+    files.faults = [call(lambda _: said.append(job.threads.source().has(bye_key(1))), op="open", path="released")]
+    values(job.run(lambda manager: write(manager, 1)))
+    assert said == [False]

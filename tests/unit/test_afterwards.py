@@ -17,7 +17,9 @@ from distckpt.afterwards import Afterwards
 from distckpt.durable import REAL, Files
 from distckpt.errors import DiskFull, SaveError
 from distckpt.layout import Layout
+from distckpt.leases import take
 from distckpt.manager import CheckpointManager
+from distckpt.marker import parse
 from distckpt.options import Seams, Timeouts
 from distckpt.payloads.base import Ranks
 from distckpt.runtime import NICE, SYSTEM
@@ -88,6 +90,17 @@ def test_who_leaves_by_an_exception_has_rotated_though_another_has_the_root_open
         raise ZeroDivisionError
     assert steps(files) == [2, 3]
     other.close()
+
+
+def test_the_end_lets_go_what_a_reader_held_at_the_last_rotation(files: FaultyFiles, manager: CheckpointManager) -> None:
+    """FIELD_CASES B76: no other save comes that would."""
+    attempt = parse(files.read(f"{LAYOUT.final('step-1')}/commit.json", 1 << 20)).head.attempt
+    held = take(files, LAYOUT, VirtualRuntime(host="reader"), "step-1", attempt, "evaluation", None)
+    tidy(manager)
+    assert steps(files) == [1, 2, 3]
+    held.release()
+    manager.close()
+    assert steps(files) == [2, 3]
 
 
 def test_a_forked_child_rotates_nothing(files: FaultyFiles, manager: CheckpointManager) -> None:

@@ -137,6 +137,13 @@ def test_what_belongs_to_a_child_goes_with_it() -> None:
     assert third.returncode == 0 and last.closed and writer.pid is None
 
 
+def test_who_leaves_by_an_exception_takes_it_along(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), manager_of(tmp_path / "root") as manager:
+        child = manager._behind.writer._child  # type: ignore[union-attr]
+        raise ZeroDivisionError
+    assert child is not None and child.returncode is not None
+
+
 def test_its_exit_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_CHILD", "import sys; sys.exit(3) # {path} {channel}")
     with manager_of(tmp_path / "root") as manager:
