@@ -61,7 +61,7 @@ _OWN: dict[str, str] = {
     "payloads/dcpplan.py": "dcpplan ranks/dcp_plans",
     "pagecache.py": "rank_files crash/lost_writeback",
     "ending.py": "pace afterwards gate threads writer rotation ranks/leaving ranks/bootstraps ranks/background_failures",
-    "coordination/pulse.py": "rounds ranks/failures ranks/missing ranks/decision",
+    "coordination/pulse.py": "pulse rounds ranks/failures ranks/missing ranks/decision",
     "coordination/listener.py": "listener rounds gate ranks/failures ranks/leaving ranks/one_step",
     "requests.py": "cli_request ranks/triggers",
     "resume.py": "start order selection ranks/disagreement ranks/resume",
