@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,10 @@ def test_the_root_is_free_for_the_next_job_when_any_rank_has_left(tmp_path: Path
     files.faults = [call(lambda _: said.append(job.threads.source().has(bye_key(1))), op="open", path="released")]
     values(job.run(lambda manager: write(manager, 1)))
     assert said == [False]
+
+
+def test_who_has_closed_has_no_thread_in_the_store(tmp_path: Path) -> None:
+    """Nor has rank 0, whose store it is: each waits for its listener, which hears the goodbye."""
+    before = set(threading.enumerate())
+    values(Job(tmp_path / "root", 3).run(lambda manager: write(manager, 1)))
+    assert [t.name for t in threading.enumerate() if t not in before and t.name.startswith("distckpt")] == []
