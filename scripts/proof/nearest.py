@@ -72,7 +72,7 @@ _OWN: dict[str, str] = {
     "cli/verify.py": "cli_verify",
     "cli/prune.py": "cli_change",
     "cli/claim.py": "cli_claim cli_change",
-    "integrations/lightning.py": "frameworks/lightning frameworks/lightning_beside",
+    "integrations/lightning.py": "frameworks/lightning_callback frameworks/lightning frameworks/lightning_beside",
     "saving/staging.py": "staging staging_again",
     "saving/terms.py": "begin ranks/decision",
     "saving/writer.py": "writer",
