@@ -28,7 +28,7 @@ class PieceWriter:
 
     What is gathered has not been written, so an error of it may come to a later call than the one that brought it, and bytes of
     calls that succeeded are missing then. So the first error is the last thing that happens to the file: whatever is called
-    after it raises it again, and nothing more is written (tests/unit/test_rank_files.py).
+    after it raises it again, and nothing more is written (tests/unit/test_piecewriter.py).
     """
 
     def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False) -> None:

@@ -11,29 +11,18 @@ import pytest
 from distckpt.coordination import pulse as pulses
 from distckpt.coordination.pulse import Pulse
 from distckpt.errors import CoordinatorLost
-from distckpt.runtime import SYSTEM, SystemRuntime
+from distckpt.testing.clock import VirtualRuntime, VirtualThread
 
 
-class _Runtime(SystemRuntime):
-    """``joined`` notes what the thread could know when its end was waited for."""
-
-    def __init__(self) -> None:
-        self.joined: list[tuple[bool, bool]] = []
-        self.pulse: Any = None
-
-    def thread(self, name: str, target: Any, nice: int = 0) -> Any:
-        return self
-
-    def join(self, timeout: float) -> None:
-        self.joined.append((self.pulse._stop.is_set(), self.pulse._wake.is_set()))
-
-
-def test_it_is_told_to_stop_and_woken_before_its_end_is_waited_for() -> None:
+def test_it_is_told_to_stop_and_woken_before_its_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside calls it sleeps until it is woken; nobody may be inside the store when that is closed."""
-    runtime, source = _Runtime(), Any
-    runtime.pulse = Pulse(source, 0, runtime, SYSTEM.identity())  # type: ignore[arg-type]
-    runtime.pulse.stop()
-    assert runtime.joined == [(True, True)]
+    source: Any = None
+    runtime, joined = VirtualRuntime(), list[tuple[bool, bool]]()
+    pulse = Pulse(source, 0, runtime, runtime.identity())
+    monkeypatch.setattr(VirtualThread, "join",
+                        lambda self, timeout=None: joined.append((pulse._stop.is_set(), pulse._wake.is_set())))
+    pulse.stop()
+    assert joined == [(True, True)]
 
 
 class _Wake(threading.Event):
@@ -72,7 +61,8 @@ def test_a_call_that_begins_as_it_falls_asleep_is_minded_and_a_lost_store_is_tol
 
     monkeypatch.setattr(pulses, "BEAT", 0.0)
     gone: Any = Gone()
-    pulse = Pulse(lambda: gone, 1, _Runtime(), SYSTEM.identity())
+    runtime = VirtualRuntime()
+    pulse = Pulse(lambda: gone, 1, runtime, runtime.identity())
     pulse._wake, pulse._stop = _Wake(lambda: pulse.enter(1, "save", 1)), _Stop()
     pulse._wake.set()
     pulse._run()
