@@ -52,11 +52,11 @@ def read(target: Mapping[Any, Any], files: Sequence[Opened], describe: Describe)
         if value is None or not _match(target, value, pairs):
             return None
         found.append(_placed(target, value))
-        rooms.append([(_begins(fake), tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor, fake in pairs])
-    if _overlap(rooms):
+        rooms.append([room_of(tensor, fake) for tensor, fake in pairs])
+    if overlap(rooms):
         return None
     for file, of_file in zip(files, rooms, strict=True):
-        _pour(file, of_file)
+        pour(file, of_file)
     return found
 
 
@@ -67,10 +67,18 @@ def beginning(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     return tensor
 
 
-def _begins(tensor: torch.Tensor) -> int:
-    """Where in its file a described tensor begins. The offset of its storage is torch's own to say."""
-    storage: Any = tensor.untyped_storage()
-    return int(storage._checkpoint_offset) + int(tensor.storage_offset()) * tensor.element_size()
+def alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the bytes of ``source``, a tensor described, are those of ``target`` when it has the same values."""
+    return (_plain(target) and type(target) is not FakeTensor and target.device.type == "cpu" and _plain(source)
+            and hasattr(source.untyped_storage(), "_checkpoint_offset")
+            and target.dtype == source.dtype and target.shape == source.shape)
+
+
+def room_of(target: torch.Tensor, source: torch.Tensor) -> tuple[int, Bytes]:
+    """Where in its file ``source``, which is ``alike``, begins, and the memory of ``target``."""
+    storage: Any = source.untyped_storage()  # its offset is torch's own to say
+    begins = int(storage._checkpoint_offset) + int(source.storage_offset()) * source.element_size()
+    return begins, target.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -83,9 +91,7 @@ def _match(target: Any, source: Any, pairs: Pairs) -> bool:
     """Whether every tensor of ``source`` has one like it in ``target``; they are added to ``pairs``."""
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
         pairs.append((target, source))
-        return (_plain(target) and type(target) is not FakeTensor and target.device.type == "cpu" and _plain(source)
-                and hasattr(source.untyped_storage(), "_checkpoint_offset")
-                and target.dtype == source.dtype and target.shape == source.shape)
+        return alike(target, source)
     if isinstance(target, Mapping) and isinstance(source, dict):
         return all(_match(target.get(key), item, pairs) for key, item in source.items())
     return all(type(leaf) in loadable.PLAIN for leaf in tree_leaves(source))  # a storage, say, was only described as well
@@ -107,7 +113,7 @@ def _placed(target: Any, source: Any) -> Any:
     return source
 
 
-def _overlap(rooms: Sequence[Rooms]) -> bool:
+def overlap(rooms: Sequence[Rooms]) -> bool:
     """Whether two tensors share memory and not the bytes that go there: which of them comes last would be luck."""
     spans = sorted({(room.ctypes.data, len(room), number, offset)
                     for number, of_file in enumerate(rooms) for offset, room in of_file if len(room)})
@@ -117,7 +123,7 @@ def _overlap(rooms: Sequence[Rooms]) -> bool:
 # -- the bytes -----------------------------------------------------------------------------------------------------------
 
 
-def _pour(file: Opened, rooms: Rooms) -> None:
+def pour(file: Opened, rooms: Rooms) -> None:
     """Read the bytes of ``file`` from each offset on into its room.
 
     Several threads read what is in memory, as the file is where its digest was just compared. From the first piece on that is

@@ -177,13 +177,13 @@ def test_no_tensor_gets_what_was_not_digested(where: float, readers: int, tmp_pa
     """Another job writes into the file when its digest was found right and its tensors are described."""
     directory = saved(tmp_path / "root", Shards(_state(10.0)))
     (path,) = directory.glob("shard*")
-    overlap = inplace._overlap
+    overlap = inplace.overlap
 
     def written(rooms: Any) -> bool:
         write_into(path, int(where * path.stat().st_size) // 4 * 4, torch.full((1 << 12,), -1.0).numpy().tobytes())
         return overlap(rooms)
 
-    monkeypatch.setattr(inplace, "_overlap", written)
+    monkeypatch.setattr(inplace, "overlap", written)
     monkeypatch.setattr(torch, "get_num_threads", lambda: readers)
     target = _state(0.0)
     with pytest.raises(IntegrityError, match="was written into after its digest was compared"):
@@ -222,13 +222,13 @@ def test_several_read_what_is_in_memory_and_one_the_rest_in_order(kernel: Any, w
     directory = saved(tmp_path / "root", Shards(_state(10.0)), digest=digested)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(durable, "_PREADV", None)
-    overlap = inplace._overlap
+    overlap = inplace.overlap
 
     def then(rooms: Any) -> bool:
         monkeypatch.setattr(durable, "_PREADV", kernel)
         return overlap(rooms)
 
-    monkeypatch.setattr(inplace, "_overlap", then)
+    monkeypatch.setattr(inplace, "overlap", then)
     target = _state(0.0)
     Shards(target).load(_here(directory), Ranks(0, 1, lambda: None))
     assert all(torch.equal(tensor, _state(10.0)[name]) for name, tensor in target.items())
