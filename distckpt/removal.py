@@ -22,8 +22,9 @@ _VANISHED = (errno.ENOENT, errno.ESTALE)
 """Somebody else removed it. Should the mount itself be stale, ``rmdir`` of what holds it says so."""
 
 _THREADS = 4
-"""A file system frees the space of several files at once, but each call waits until its own is free. Eight are no faster on a
-local disk, and take the cores from the training loop (README, "How fast, and why")."""
+"""At most, and no more than there are cores: a file system frees the space of several files at once, but each call waits until
+its own is free. Eight are no faster on a local disk, and more than the cores stall the training loop (README, "How fast, and
+why")."""
 
 
 def remove_tree(files: Files, root: str, path: str, runtime: Runtime | None = None) -> None:
@@ -57,7 +58,7 @@ def _remove(parent: Folder, name: str, depth: int, runtime: Runtime | None) -> N
             for item in items:
                 _remove_item(folder, depth, runtime, item)
         else:  # all of them have ended when this does: a thread that unlinked below a closed descriptor could hit anything
-            together(runtime, partial(_remove_item, folder, depth, None), items, _THREADS)
+            together(runtime, partial(_remove_item, folder, depth, None), items, min(_THREADS, runtime.cores()))
     parent.rmdir(name)
 
 

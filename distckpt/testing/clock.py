@@ -151,6 +151,9 @@ class VirtualRuntime:
     def give_way(self) -> None:
         """Its threads run on the test's own, which keeps its priority."""
 
+    def cores(self) -> int:
+        return 4
+
     def lifeline(self) -> Callable[[], bool]:
         return lambda: True
 

@@ -148,6 +148,10 @@ class SimRuntime:
     def give_way(self) -> None:
         """The scheduler gives the turns, whatever a thread asks for."""
 
+    def cores(self) -> int:
+        """Whatever this machine has: a seed is one execution."""
+        return 4
+
     def lifeline(self) -> Callable[[], bool]:
         main = self._process.main
         return lambda: main is not None and not main.done

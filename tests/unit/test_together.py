@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from distckpt.beneath import open_folder
 from distckpt.durable import REAL, Files
+from distckpt.removal import remove_tree
 from distckpt.runtime import SYSTEM, SystemRuntime, Thread
 from distckpt.testing.faults import FaultyFiles, fail
 from distckpt.together import together
@@ -203,3 +205,43 @@ def test_every_file_is_synced_before_the_directory(tmp_path: Path) -> None:
         Path(files.claim(name)).write_bytes(b"x")
     assert [entry.path for entry in files.finish()] == names
     assert sorted(synced[:-1]) == names and synced[-1] == "the directory"
+
+
+# -- deletion ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cores", "helpers"), [(1, 0), (2, 1), (4, 3), (64, 3)])
+def test_deletion_takes_as_many_threads_as_cores_and_at_most_four(cores: int, helpers: int, tmp_path: Path) -> None:
+    """More would have training wait for one of them that holds the interpreter's lock and has no core."""
+    class Machine(SystemRuntime):
+        started = 0
+
+        def cores(self) -> int:
+            return cores
+
+        def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
+            self.started += 1
+            return super().thread(name, target, daemon)
+
+    (tmp_path / "v").mkdir()
+    for number in range(100):
+        (tmp_path / "v" / str(number)).write_bytes(b"x")
+    machine = Machine()
+    remove_tree(REAL, str(tmp_path), str(tmp_path / "v"), machine)
+    assert machine.started == helpers and not (tmp_path / "v").exists()
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert SYSTEM.cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_file_that_cannot_be_deleted_is_named(tmp_path: Path) -> None:
+    (tmp_path / "v" / "d").mkdir(parents=True)
+    with open_folder(str(tmp_path), "v") as folder, pytest.raises(OSError) as caught:
+        folder.unlink("d")
+    assert caught.value.filename == str(tmp_path / "v" / "d")
