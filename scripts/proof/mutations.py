@@ -76,7 +76,7 @@ _MARKS = {"place", "flag", "no_rotation", "in_doubt", "durable", "lost", "closin
           "stopped", "_used", "_stopping", "_job", "failed"}
 _CHECKS = re.compile(r"\b(size|sizes|inode|durable|holders|refusal|newest|highest|no_rotation|in owner|PASSING|limit|not missing|"
                      r"failed|acquire|"
-                     r"entry\.certain|_is_plain|_overlap|_RUNNING|manager)\b")
+                     r"entry\.certain|_is_plain|_?overlap|_RUNNING|manager)\b")
 
 
 @dataclass(frozen=True)

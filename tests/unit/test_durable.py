@@ -291,6 +291,9 @@ def test_where_threads_are_few_no_late_one_deletes_by_a_descriptor_that_leads_el
     late = list[Late]()
 
     class Poor(SystemRuntime):
+        def cores(self) -> int:
+            return 4
+
         def thread(self, name: str, target: Callable[[], None], daemon: bool = True) -> Thread:
             if len(late) == made:
                 raise RuntimeError("can't start new thread")
