@@ -6,6 +6,7 @@ untouched, what the attempt took comes back, and once there is room the next sav
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -59,12 +60,20 @@ class Case:
 
 
 def _ballast(path: str, leave: int) -> None:
-    """Take all but ``leave`` bytes away."""
+    """Take all but ``leave`` bytes away; a few more are left where ext4 needs them to note what it gave."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    take = REAL.free(os.path.dirname(path)) - leave
-    if take > 0:
-        os.posix_fallocate(fd, 0, take)
-    os.close(fd)
+    try:
+        take = REAL.free(os.path.dirname(path)) - leave
+        while take > 0:
+            try:
+                os.posix_fallocate(fd, 0, take)
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                take -= 16 * KIB
+    finally:
+        os.close(fd)
 
 
 # -- the ranks' programs --------------------------------------------------------------------------------------------------
