@@ -49,15 +49,21 @@ def kind_of(mode: int) -> str:
     return "link" if _stat.S_ISLNK(mode) else "other"
 
 
-@contextmanager
-def named(path: str) -> Iterator[None]:
+class named:
     """The kernel's complaint about a descriptor says nothing of the file, and one below a directory only its last name: whoever
-    reads it must know which (I9)."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = path
-        raise
+    reads it must know which (I9). Not a ``contextmanager``, which takes four times as long, around each call for each file."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename = self._path
 
 
 class _How(ctypes.Structure):

@@ -21,7 +21,27 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-class Reread(io.RawIOBase):
+class Seekable(io.RawIOBase):
+    """A position in ``size`` bytes, for a reader of them."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._at = size, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+class Reread(Seekable):
     """``file``, of ``size`` bytes, closed with this. ``changed``: the error for bytes that are not those of ``trail``.
 
     It has no ``fileno``: whoever reads by that would pass the comparison by. ``take`` may be called by several threads at once.
@@ -29,8 +49,9 @@ class Reread(io.RawIOBase):
     """
 
     def __init__(self, file: Opened, path: str, size: int, trail: Trail, changed: Callable[[], Exception]) -> None:
-        self._file, self._path, self._size, self._trail, self._changed = file, path, size, trail, changed
-        self._at, self._held, self._view = 0, -1, memoryview(b"")
+        super().__init__(size)
+        self._file, self._path, self._trail, self._changed = file, path, trail, changed
+        self._held, self._view = -1, memoryview(b"")
         self._room: memoryview | None = None
         self._failed: Exception | None = None
         self.piece = trail.piece
@@ -67,19 +88,6 @@ class Reread(io.RawIOBase):
         room[:count] = self._view[skip:skip + count]
         self._at += count
         return count
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def close(self) -> None:
         if not self.closed:

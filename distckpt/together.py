@@ -20,7 +20,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _INTERRUPT = -1
-_SCARCE = (errno.EMFILE, errno.ENFILE)
+SCARCE = (errno.EMFILE, errno.ENFILE)
 """Opening says so, and a sync never does: nothing of it was synced yet, so it may be done again."""
 
 
@@ -46,7 +46,7 @@ def together(runtime: Runtime, do: Callable[[T], R], items: Sequence[T], threads
                     return
                 results[turn] = do(items[turn])
         except Exception as error:  # raised again below, on the caller's thread
-            if isinstance(error, OSError) and error.errno in _SCARCE:
+            if isinstance(error, OSError) and error.errno in SCARCE:
                 again.append(turn)
             else:
                 failed[turn] = error

@@ -33,6 +33,7 @@ from distckpt.checkpoint import Checkpoint
 from distckpt.durable import Opened
 from distckpt.errors import IntegrityError
 from distckpt.payloads import inplace, torchfile
+from distckpt.reread import Seekable
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -122,12 +123,13 @@ class _Manifest(_filesystem.FileSystem):
         yield self._held[1]
 
 
-class _Part(io.RawIOBase):
+class _Part(Seekable):
     """``size`` bytes of ``file`` from ``offset`` on, which is left open: in a file of DCP's each tensor is an archive of its own.
     (DCP's own view takes an offset from the end the wrong way round.)"""
 
     def __init__(self, file: Opened, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
+        super().__init__(size)
+        self._file, self._offset = file, offset
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         room = memoryview(buffer).cast("B")[:max(0, self._size - self._at)]
@@ -135,19 +137,6 @@ class _Part(io.RawIOBase):
         count = self._file.readinto(room)
         self._at += count
         return count
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
 
 class Reader(FileSystemReader):

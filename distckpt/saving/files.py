@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distckpt import digest as _digest
-from distckpt.durable import Files
+from distckpt.durable import Files, Output
 from distckpt.errors import ConfigError
 from distckpt.layout import check_member_path, rank_name
 from distckpt.marker import FileEntry
@@ -20,7 +20,8 @@ from distckpt.runtime import SYSTEM, Runtime
 from distckpt.saving.links import Nowhere, Twins
 from distckpt.saving.pacing import paced
 from distckpt.saving.piecewriter import PACE, PeerFailed, PieceWriter
-from distckpt.together import together
+from distckpt.saving.unsynced import Unsynced
+from distckpt.together import SCARCE, together
 
 
 @dataclass
@@ -60,6 +61,7 @@ class RankFiles:
             self.open_ended = False
             self.bytes_written = self.elsewhere = 0
             self.twins = twins
+            self.unsynced = Unsynced(runtime)
             self.notes: dict[str, Any] = {}
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -179,10 +181,19 @@ class RankFiles:
         with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
         path = self._claim(own)
-        writer = PieceWriter(self._files.open(path), path, self._algorithm, self._asking(self._top.bytes_written),
-                             self.kept)
+        writer = PieceWriter(self._open(path), path, self._algorithm, self._asking(self._top.bytes_written), self.kept,
+                             self._top.unsynced.hold)
         self._top._claims[self._prefix + own].writer = writer
         return writer
+
+    def _open(self, path: str) -> Output:
+        try:
+            return self._files.open(path)
+        except OSError as error:
+            if error.errno not in SCARCE or not self._top.unsynced:
+                raise
+        self._top.unsynced.sync()  # which gives their descriptors back
+        return self._files.open(path)
 
     def _asking(self, before: int) -> Callable[[int], None]:
         """What is called between pieces with the bytes of this file so far."""
@@ -306,6 +317,7 @@ class RankFiles:
         for relative, claim in claims:
             if claim.writer is None:
                 self.begin(os.path.join(self._directory, relative))
+        self._top.unsynced.sync()
         entries = together(self._runtime, self._finish_file, claims)
         folders = {""}
         for entry in entries:
@@ -321,6 +333,8 @@ class RankFiles:
         writer = claim.writer
         if writer is not None:
             if not writer.durable:
+                if isinstance(writer, PieceWriter) and isinstance(writer.failure, OSError):
+                    raise writer.failure  # whoever wrote has swallowed it
                 raise OSError(errno.EIO, f"the writer of {relative} was never closed", path)
             seen = self._files.stat(path)
             if seen.kind != "file" or seen.size != writer.size:

@@ -31,15 +31,17 @@ class PieceWriter:
     after it raises it again, and nothing more is written (tests/unit/test_piecewriter.py).
     """
 
-    def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False) -> None:
+    def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False,
+                 held: Callable[[PieceWriter], None] | None = None) -> None:
         self._out, self.path, self._between, self._kept = out, path, between, kept
         self._digest = _digest.Running(algorithm) if algorithm else None
         self.size = 0
         self._small = bytearray()
         self._started = self._awaited = 0
+        self._held = held
         self.durable = False
-        self._closed = False
-        self._failed: BaseException | None = None
+        self._closed = self._released = False
+        self.failure: BaseException | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         if self._closed:
@@ -47,8 +49,8 @@ class PieceWriter:
         view = memoryview(data).cast("B")
         if len(view) + len(self._small) > _GATHERED:
             self.flush()
-        if self._failed is not None:
-            raise self._failed
+        if self.failure is not None:
+            raise self.failure
         if len(view) > _GATHERED:
             self._write(view)
         else:
@@ -57,8 +59,8 @@ class PieceWriter:
 
     def flush(self) -> None:
         """Everything that was given is in the file then, and in front of what comes; it is durable when the file is closed."""
-        if self._failed is not None:
-            raise self._failed
+        if self.failure is not None:
+            raise self.failure
         small, self._small = self._small, bytearray()
         self._write(memoryview(small))
 
@@ -67,7 +69,7 @@ class PieceWriter:
             for start in range(0, len(view), PIECE):
                 self._piece(view[start:start + PIECE])
         except BaseException as error:  # a signal's, too: some of these bytes are in the file and some are not
-            self._failed = error
+            self.failure = error
             raise
 
     def _piece(self, piece: memoryview) -> None:
@@ -108,35 +110,64 @@ class PieceWriter:
         return self._digest.text if self._digest is not None else None
 
     def close(self) -> None:
-        """Durable bytes, then a checked close: both may report a full disk, and then the attempt is over."""
+        """Nothing more is written; it is durable now, or where it is ``held`` with others when they are."""
         if self._closed:
             return
         self._closed = True
         try:
             self.flush()
-            self._out.fsync()
-        finally:
-            self._out.close()
+            if self._held is not None:
+                self._out.start_writeback(self._started, self.size - self._started)
+        except BaseException as error:
+            self.failure = error
+            self.release()
+            raise
+        if self._held is None:
+            self.sync()
+        else:
+            self._held(self)
+
+    def sync(self) -> None:
+        """Durable bytes, then a checked close: both may report a full disk, and then the attempt is over."""
+        try:
+            try:
+                self._out.fsync()
+            finally:
+                self.release()
+        except BaseException as error:
+            self.failure = error
+            raise
         self.durable = True
+
+    def release(self) -> None:
+        """Give the descriptor back, once, durable or not."""
+        if not self._released:
+            self._released = True
+            self._out.close()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the disk may not have yet."""
+        return self.size - self._awaited
 
     def abandon(self) -> None:
         if not self._closed:
             self._closed, self._small = True, bytearray()
-            self._out.close()
+            self.release()
 
     def __enter__(self) -> PieceWriter:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if kind is None and self._failed is not None:  # whoever wrote has swallowed it and reports success
+        if kind is None and self.failure is not None:  # whoever wrote has swallowed it and reports success
             self.abandon()
-            raise self._failed
+            raise self.failure
         if kind is None:
             self.close()
         else:
             self.abandon()
-            if self._failed is not None and value is not self._failed:
-                raise self._failed from value  # torch's zip writer hides it behind a complaint about positions
+            if self.failure is not None and value is not self.failure:
+                raise self.failure from value  # torch's zip writer hides it behind a complaint about positions
 
 
 def as_file(writer: PieceWriter) -> IO[bytes]:

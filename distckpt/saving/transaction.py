@@ -149,7 +149,9 @@ class Transaction:
         """The committed verdict; otherwise the same error on every rank. ``error``: what this rank's writer raised."""
         assert self.go is not None
         go, entries, failure = self.go, [], None
-        if error is None:
+        if error is not None:
+            files.unsynced.release()
+        else:
             self._pulse.phase("fsync")
             try:
                 entries = files.finish()

@@ -296,6 +296,7 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
                       patience=Patience(SYSTEM, patience), twins=twins, kept=kept)
     try:
         _Unpacker(packed, block).load().write(files, Ranks(rank, world, lambda: None))
+        files.unsynced.sync()
     except PeerFailed:
         return ("stopped",)
     except Exception as error:  # raised again over there, as this rank's failure
@@ -304,4 +305,6 @@ def _serve_one(channel: Connection, block: Any, packed: bytes, directory: str, r
         except Exception:
             return "failed", RuntimeError(f"{type(error).__name__}: {error}")
         return "failed", error
+    finally:
+        files.unsynced.release()
     return "done", files.written(), files.notes

@@ -8,8 +8,8 @@ _OWN: dict[str, str] = {
                             "ranks/disagreement ranks/decision",
     "saving/transaction.py": "hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision "
                              "ranks/failures",
-    "saving/files.py": "rank_files framework_files links payloads",
-    "saving/piecewriter.py": "piecewriter rank_files syncs payloads",
+    "saving/files.py": "rank_files framework_files links payloads unsynced",
+    "saving/piecewriter.py": "piecewriter unsynced rank_files syncs payloads",
     "saving/links.py": "links proof/links",
     "saving/finaliser.py": "threads ranks/background_failures hooks",
     "saving/saver.py": "begin ranks/decision ranks/failures hooks options ranks/domains",
