@@ -71,8 +71,8 @@ def _write(path: str, data: bytes, sync: bool) -> None:
 
 
 def _files(place: Path, quick: bool) -> Iterator[Row]:
-    """Nothing is deleted before the end: for minutes after it, ext4 without a journal looks for a free inode among those that were
-    deleted, which takes as long for either (README, "How fast, and why")."""
+    """Nothing is deleted before the end: for minutes after that, ext4 without a journal looks for free inodes among those that
+    were deleted, which takes as long for either (README, "How fast, and why")."""
     count, turns = (200, 3) if quick else (1000, DISK)
     data = os.urandom(4096)
     with distckpt.CheckpointManager(place / "ours", keep_last=4 * turns) as manager:
