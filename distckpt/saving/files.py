@@ -177,8 +177,8 @@ class RankFiles:
         self._files.start_writeback(path)
 
     def writer(self, name: str, exact: bool = False) -> PieceWriter:
-        """A new file of this rank's, as a binary file object that digests as it writes; close it. ``name``: see ``mine``, or
-        with ``exact`` ``claim``."""
+        """A new file of this rank's, as a binary file object that digests as it writes. Close it: it is made durable together
+        with others, before this rank reports. ``name``: see ``mine``, or with ``exact`` ``claim``."""
         own = name if exact else rank_name(name, self.rank, self.world)
         path = self._claim(own)
         writer = PieceWriter(self._open(path), path, self._algorithm, self._asking(self._top.bytes_written), self.kept,

@@ -1,4 +1,4 @@
-"""A file of ours while it is written: digested, paced, stopped when another rank has failed, and durable when it is closed."""
+"""A file of ours while it is written: digested, paced, stopped when another rank has failed, and durable when it is synced."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class PieceWriter:
     What is gathered has not been written, so an error of it may come to a later call than the one that brought it, and bytes of
     calls that succeeded are missing then. So the first error is the last thing that happens to the file: whatever is called
     after it raises it again, and nothing more is written (tests/unit/test_piecewriter.py).
+
+    ``held`` is given the closed file and syncs it with others; without it ``close`` does.
     """
 
     def __init__(self, out: Output, path: str, algorithm: str | None, between: Callable[[int], None], kept: bool = False,
@@ -58,7 +60,7 @@ class PieceWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Everything that was given is in the file then, and in front of what comes; it is durable when the file is closed."""
+        """Everything that was given is in the file then, and in front of what comes; durable it is when the file is synced."""
         if self.failure is not None:
             raise self.failure
         small, self._small = self._small, bytearray()
@@ -116,7 +118,7 @@ class PieceWriter:
         self._closed = True
         try:
             self.flush()
-            if self._held is not None:
+            if self._held is not None and self.size > self._started:
                 self._out.start_writeback(self._started, self.size - self._started)
         except BaseException as error:
             self.failure = error

@@ -50,14 +50,16 @@ OPTIONS_SAVES = ("options behind", "options rolling behind", "options behind", "
 """Those of a life with every option on: copied beside the training, of which one part is linked, in two series. The best one is
 kept in the other layers: here a root is many lives', of which few have metrics."""
 
+_DATA = ("fsync", "fsync_file")
 MUTANTS: dict[str, dict[str, Any]] = {
-    "data is not synced": {"op": ("fsync", "fsync_file"), "path": ".rank-"},
-    "rank 1 does not sync its data": {"op": ("fsync", "fsync_file"), "path": ".rank-00001-"},
+    "data is not synced": {"op": (*_DATA, "start_writeback"), "path": ".rank-"},
+    "rank 1 does not sync its data": {"op": (*_DATA, "start_writeback"), "path": ".rank-00001-"},
     "the marker is not synced": {"op": "fsync", "path": "commit.json"},
     "no directory is synced": {"op": "fsync_dir", "path": ""},
 }
-"""Calls of the library that are left out. The layer turns red with each but the last: on a file system with a journal the sync
-of a file brings the names before it along, and what is committed in staging is rolled forward when its last name is lost. The
+"""Calls of the library that are left out; of data the hints as well, or it is on the disk a moment later, as a rule. The layer
+turns red with each but the last: on a file system with a journal the sync of a file brings the names before it along, and what
+is committed in staging is rolled forward when its last name is lost. The
 model of a disk that owes nothing (``distckpt.testing.crashfs``) is what shows that syncs of directories are needed; here
 ``NO_SECOND_LINE`` shows that their loss is seen."""
 ROTATES_FIRST = "rotation before the commit"
@@ -317,7 +319,8 @@ def _without(mutant: str) -> list[Fault]:
         begin = "from distckpt.saving.writer import serve\n"
         assert begin in writer._CHILD
         writer._CHILD = writer._CHILD.replace(
-            begin, f"import distckpt.durable\ndistckpt.durable._File.fsync = lambda self: None\n{begin}")
+            begin, "import distckpt.durable\ndistckpt.durable._File.fsync = lambda self: None\n"
+            f"distckpt.durable._File.start_writeback = lambda self, offset, length: None\n{begin}")
         return []
     if mutant == NO_SECOND_LINE:
         recovery._roll_forward = lambda *_: False

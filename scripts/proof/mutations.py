@@ -17,7 +17,7 @@ from pathlib import Path
 from scripts.proof.guards import GUARDED, guards
 
 FILES = ("saving/commit.py", "saving/committer.py", "saving/transaction.py", "saving/files.py", "saving/links.py",
-         "saving/piecewriter.py",
+         "saving/piecewriter.py", "saving/unsynced.py",
          "saving/finaliser.py", "saving/saver.py",
          "saving/compare.py", "saving/unclaimed.py", "domains/parts.py", "domains/opening.py",
          "domains/retire.py", "durable.py",
@@ -52,9 +52,9 @@ LEFT_OUT = {
 }
 """Files for which the rules make mutants that say nothing of a promise, and why."""
 
-_SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable", "together"}
+_SYNCS = {"fsync", "fsync_dir", "fsync_tree_dirs", "sync_root", "make_durable", "together", "sync"}
 _CALLS = _SYNCS | {
-    "flush", "close", "write_new", "_fill", "settle", "vouch",  # bytes
+    "flush", "close", "_held", "_release", "write_new", "_fill", "settle", "vouch",  # bytes
     "rename", "move", "to_trash", "unlink_markers", "discard", "publish", "_sweep", "put_back", "_undo", "_move",
     "unlink_if_there", "remove_tree",  # names
     "check", "_refuse_leased", "hold", "_fence", "create_exclusively", "_start", "raise_failures", "require_same",  # refusals
@@ -67,7 +67,8 @@ _CALLS = _SYNCS | {
     "requeue", "callback", "begin", "end"}  # the end; what a framework wrote
 _OF = {"set": {"client", "_client", "_idle", "_open", "_wake"}, "clear": {"_idle", "_open", "_wake"},
        "append": {"_acts", "_queue", "again"}, "unlink": {"files"},
-       "wait": {"_wake", "janitor"}, "join": {"helper", "_thread"}, "release": {"_lock"},
+       "wait": {"_wake", "janitor"}, "join": {"helper", "_thread"}, "release": {"_lock", "self", "writer", "unsynced"},
+       "sync": {"self", "unsynced"},
        "discard": {"live", "_parts"}, "check": {"ownership", "self"}, "again": {"gate"}, "act": {"gate"}, "cancel": {"gate"},
        "begin": {"memory", "_parts"}, "end": {"memory"}, "callback": {"undo"}, "remove_attempt": {"owned"}, "sweep": {"owned"},
        "add": {"live"}, "unknown": {"_committer"}, "aborted": {"_committer"}}

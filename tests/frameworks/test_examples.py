@@ -72,8 +72,9 @@ torch.distributed.init_process_group = torch.distributed.new_group = _refuse
 """
 STILL_NONE = """
 assert not torch.distributed.is_initialized()
-print("no process group")
+print("\\nno process group\\n", end="", flush=True)
 """
+"""Lines of its own: what two ranks print may come in between what one of them prints and the end of its line."""
 
 
 @pytest.mark.xdist_group("examples")

@@ -53,8 +53,11 @@ def test_the_rules_that_the_design_names_are_among_them(all_of_them: list[Mutant
     one(all_of_them, "publish", "files.fsync_dir(owned.layout.root)")
     one(all_of_them, "prepare", "fsync_tree_dirs(patience.over(files), staged)", "write_new(")
     one(all_of_them, "picked", "return prepare(owned, found, patience) or", "return publish(")  # published before it is committed
-    one(all_of_them, "PieceWriter.close", "self._out.fsync()")
-    one(all_of_them, "PieceWriter.close", "self._out.close()")
+    one(all_of_them, "PieceWriter.sync", "self._out.fsync()")
+    one(all_of_them, "PieceWriter.release", "self._out.close()")
+    one(all_of_them, "RankFiles.finish", "self._top.unsynced.sync()")
+    one(all_of_them, "RankFiles.finish", "self._top.unsynced.sync()", "entries = together(")
+    one(all_of_them, "_serve_one", "files.unsynced.sync()")
     one(all_of_them, "Transaction.finish", "self._client.claim(self._decision")
     one(all_of_them, "to_trash", "files.fsync_dir(os.path.dirname(target))")
     one(all_of_them, "doubt", "owned.in_doubt[attempt]")

@@ -207,7 +207,8 @@ def test_links_digests_and_what_is_small(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert held(small._tensors(tmp_path, True)) == {"1000 tensors of 4 KB, durable: Shards / dcp.save": (1 / 10, None, 9)}
     (tmp_path / "files").mkdir()
     assert held(small._files(tmp_path / "files", True)) == {
-        "200 files of 4 KB, durable: saving() / a loop that syncs each": (1 / 8, None, 9)}
+        "200 files of 4 KB, durable: files.writer / a loop that syncs each": (1 / 8, None, 9),
+        "200 files of 4 KB, durable: files.mine and open / the same loop": (1 / 8, None, 9)}
 
 
 @pytest.mark.parametrize("kind", memory.KINDS)

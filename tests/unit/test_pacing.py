@@ -87,7 +87,7 @@ def test_our_own_files_pace_themselves(tmp_path: Path) -> None:
         for _ in range(2):
             assert files.begun.wait(LIMIT)
             files.begun.clear()
-    assert files.asked() == {"claimed.rank-00000-of-00001.bin", "z-others.bin"}
+        assert files.asked() == {"claimed.rank-00000-of-00001.bin", "z-others.bin"}
 
 
 def test_a_write_error_that_it_is_told_ends_the_save_and_hides_no_other(tmp_path: Path) -> None:

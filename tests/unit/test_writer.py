@@ -163,6 +163,25 @@ def test_a_full_disk_over_there_is_a_full_disk_here(tmp_path: Path, monkeypatch:
             manager.wait()
 
 
+def test_it_syncs_what_it_closed_before_it_says_so_and_holds_nothing_open(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ("import distckpt.durable as d\n"
+              "def lost(self): raise OSError(5, 'Input/output error', self._path)\n"
+              "def refused(self, path, real=d.Files.open):\n"
+              "    if 'second' in path: raise OSError(13, 'Permission denied', path)\n"
+              "    return real(self, path)\n"
+              "d._File.fsync = lost\n"
+              "d.Files.open = refused\n")
+    monkeypatch.setattr(writing, "_CHILD", writing._CHILD.replace("serve({channel})", broken + "serve({channel})"))
+    with manager_of(tmp_path / "root") as manager:
+        for names, said in ((("first",), "Input/output error"), (("first", "second"), "Permission denied")):
+            manager.save(1, {name: distckpt.Shards({"w": torch.ones(10)}) for name in names}, background=True)
+            with pytest.raises(SaveError, match=said):
+                manager.wait()
+            held = [os.readlink(link) for link in Path(f"/proc/{manager._behind.writer.pid}/fd").iterdir()]  # type: ignore[union-attr]
+            assert not [path for path in held if path.startswith(str(tmp_path))]
+
+
 def test_it_ignores_stop_signals_and_ends_with_its_parent(tmp_path: Path) -> None:
     with manager_of(tmp_path / "root") as manager:
         manager.save(1, {"w": torch.ones(10)}, background=True).result(30)
