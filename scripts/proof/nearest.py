@@ -6,7 +6,7 @@ _OWN: dict[str, str] = {
     "saving/commit.py": "order commit recovery links",
     "saving/committer.py": "begin afterwards links commit hooks proof/domains_saves ranks/framework_files "
                             "ranks/disagreement ranks/decision",
-    "saving/transaction.py": "hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision "
+    "saving/transaction.py": "unsynced hooks begin proof/domains_saves proof/stale_files ranks/framework_files ranks/decision "
                              "ranks/failures",
     "saving/files.py": "rank_files framework_files links payloads unsynced",
     "saving/piecewriter.py": "piecewriter unsynced rank_files syncs payloads",
