@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def test_a_save_that_failed_gives_its_descriptors_back_and_syncs_nothing(error: 
             write(files, range(5))
             assert len(files.unsynced) == 5
             raise error
-        assert not [path for path in descriptors(tmp_path) if "/f" in path[len(str(tmp_path)):]], "in the trash, or deleted"
+        assert not [path for path in descriptors(tmp_path) if re.search(r"/f\d", path)], "in the trash, or deleted"
 
 
 def test_threads_are_not_begun_for_a_few(tmp_path: Path) -> None:
