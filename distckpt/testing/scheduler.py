@@ -259,7 +259,8 @@ class Scheduler:
                     process.error = error
                 else:
                     self.died.append(f"thread {name} of {process.name} died of {type(error).__name__}: {error}")
-            self._end(task)
+            if not self._disposing:  # code that ends well whatever interrupts it (``together``) is not unwound, and is no more
+                self._end(task)
 
         task = Task(process, name, greenlet(body, self._hub), daemon)
         if not process.tasks:

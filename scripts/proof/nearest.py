@@ -10,7 +10,7 @@ _OWN: dict[str, str] = {
                              "ranks/failures",
     "saving/files.py": "rank_files framework_files links payloads unsynced",
     "saving/piecewriter.py": "piecewriter unsynced rank_files syncs payloads",
-    "saving/unsynced.py": "unsynced",
+    "saving/unsynced.py": "unsynced proof/many_files",
     "saving/links.py": "links proof/links",
     "saving/finaliser.py": "threads ranks/background_failures hooks",
     "saving/saver.py": "begin ranks/decision ranks/failures hooks options ranks/domains",
