@@ -86,7 +86,7 @@ class Run:
         self._end, self._phases, self._broken, before = False, [], "", len(self.strikes)
         said = self.machine.boot(plan, self.hear)
         if not self._end:
-            self.violate(" | ".join(["the guest ended before its plan", *([self._broken] if self._broken else []), *said[-12:]]))
+            self.violate("the guest ended before its plan: " + " | ".join([self._broken or "it did not say why", *said[-12:]]))
         idle = set(SERVER).intersection(self._phases) - {fault for fault, _ in self.strikes[before:]}
         if idle and not self.hangs:
             self.violate(f"nothing was struck under {', '.join(sorted(idle))}: a fault that never came proves nothing")

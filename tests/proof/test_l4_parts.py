@@ -97,8 +97,8 @@ def test_what_was_told_before_a_cut_is_judged_at_the_next_boot() -> None:
     ([{"begin": 1}, told(1, 0, "committed"), told(1, 1, "aborted"), {"done": True}], "I7: "),
     ([{"hung": "no 'verdict' from rank [1]"}], "I6: no 'verdict'"),
     ([{"phase": "full", "tries": 1}, {"begin": 1}, told(1, 0, "aborted", "SaveError: boo"), {"done": True}], "I9: "),
-    ([{"phase": "none", "tries": 1}], "the guest ended before its plan: the kernel's last words"),
-    ([{"broken": "module nfsd"}], "the guest ended before its plan: module nfsd"),
+    ([{"phase": "none", "tries": 1}], "the guest ended before its plan: it did not say why | the kernel's last words"),
+    ([{"broken": "module nfsd"}], "the guest ended before its plan: module nfsd | the kernel's last words"),
     ([{"phase": "restart", "tries": 6}, {"done": True}], "nothing was struck under restart"),
 ])
 def test_the_host_reports_what_is_wrong_and_how_to_replay_it(events: list[dict[str, Any]], words: str) -> None:
